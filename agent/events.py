@@ -137,6 +137,8 @@ class Judged(Event, frozen=True):
     judgement: Judgement
     machine: Machine
     gpu_s: float
+    replay: str = ""
+    """Of one that was refused: seed, case and sizes, as `Verdict.replay`."""
 
 
 class Stored(Event, frozen=True):

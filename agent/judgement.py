@@ -272,7 +272,8 @@ def gpu_seconds(verdict: Verdict) -> float:
     """Seconds of the gates that ran on a GPU, without compiling."""
     if verdict.environment.get("device") != "cuda":
         return 0.0
-    return sum(g.seconds for g in verdict.gates if g.name in ("numerics", "performance"))
+    timed = ("numerics", "performance")  # what has no report did not reach the GPU
+    return sum(gate.seconds for gate in verdict.gates if gate.name in timed and gate.data)
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:

@@ -144,6 +144,7 @@ class RunLog:
         judged = Judged(
             number=number, check=check, judgement=Judgement.of(verdict),
             machine=Machine.of(verdict.environment), gpu_s=gpu_seconds(verdict),
+            replay=verdict.replay,
         )  # fmt: skip
         self.append(judged)
 

@@ -112,7 +112,8 @@ def _row(event: e.Event) -> tuple[str, str] | None:
             return event.type, f"{event.error}: {event.message}"
         case e.Judged(judgement=judged):
             passed = "passed" if judged.passed else "refused"
-            return event.type, f"{event.check}: {passed}" + f", {judged.level}" * bool(judged.level)
+            said = f"{event.check}: {passed}" + f", {judged.level}" * bool(judged.level)
+            return event.type, "\n".join(filter(None, [said, judged.finding, event.replay]))
         case e.Stored() | e.RunStarted():
             keys = ("author", "level", "commit")
             data = event.data

@@ -76,10 +76,11 @@ def judge_only(
     *,
     device: Device = "auto",
     gates: tuple[str, ...] = GATES,
+    seed: int | None = None,
 ) -> Outcome:
-    """Judge a text before all gates, or some; only the run is stored."""
+    """Judge a text before all gates, or some, with draws of a seed; only the run is stored."""
     with short_run(run, observer, kind, spec.name) as log:
-        verdict = _judge(spec, text, log, device, gates)
+        verdict = _judge(spec, text, log, device, gates, seed=seed)
     level = verdict.level if verdict.passed else None
     return Outcome(spec.name, verdict.passed, level, None, None, None, run.folder, verdict)
 
@@ -91,11 +92,13 @@ def _judge(
     device: Device,
     gates: tuple[str, ...] = GATES,
     known: dict[str, Any] | None = None,
+    seed: int | None = None,
 ) -> Verdict:
+    (log.folder / "spec.md").write_text(spec.text, "utf-8")
     log.candidate(text)
     verdict = judge.judge_candidate(
         spec, text, execution.executor(),
-        device=device, gates=gates, observer=log.observer, known=known,
+        device=device, gates=gates, observer=log.observer, known=known, seed=seed,
     )  # fmt: skip
     log.verdict(verdict, str(log.state.kind))
     return verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +14,15 @@ from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded as rounding
 from coda_agent.specs.format import Spec
 from coda_agent.specs.layout import shown
-from coda_agent.specs.reference import cast_to, draw_inputs, narrow, run_reference, storage
+from coda_agent.specs.reference import (
+    cast_to,
+    draw_inputs,
+    kept,
+    narrow,
+    run_reference,
+    storage,
+)
+from coda_agent.specs.source import reached
 from coda_agent.specs.tracing import tensors
 
 if TYPE_CHECKING:
@@ -26,6 +35,9 @@ if TYPE_CHECKING:
 # few rows chance may make an operand matter little.
 _ADMISSION_ELEMENTS = 64
 _REDRAWS = 3
+# By this share of its exact value is an element far off. Where rounding decides a remainder, or
+# which value is the largest, few are; of a reference that computes something else, most.
+_FAR = 0.25
 # Values are drawn such that outputs are near 1: one so large is a mask, or a draw amiss.
 _LARGE = 1000
 _FILLED = (
@@ -71,6 +83,41 @@ def admit(spec: Spec) -> None:
                 raise SpecError(f"{spec.path}: {spec.variant(binding)}: {fault}")
 
 
+def answers(spec: Spec, *, backwards: bool = False) -> dict[str, str]:
+    """Run the reference at its smallest check shape, or `backwards`, in the other order.
+
+    Returns:
+        A digest of each output, by what was run. A function gives the same in any order, and in any
+        process.
+
+    Raises:
+        SpecError: it goes beyond what a reference may import, or keeps something between calls.
+    """
+    if found := reached(spec.reference_source):
+        line, does = found
+        where = f"{spec.path}:{spec.reference_line + line - 1}"
+        hint = "a reference computes with its arguments and torch, and with nothing else"
+        raise SpecError(f"{where}: the reference {does}", hint=hint)
+    import torch
+
+    sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
+    runs = [*itertools.product(spec.bindings(), spec.type_choices(), (False, True), (0, 1))]
+    before, found = kept(spec), dict[str, str]()
+    for binding, types, exact, seed in reversed(runs) if backwards else runs:
+        inputs = draw_inputs(spec, sizes, types, seed=seed, binding=binding)
+        about = (
+            f"{spec.variant(binding)} {' '.join(types.values())}{' exactly' * exact}, draw {seed}"
+        )
+        for o, value in run_reference(spec, inputs, binding=binding, exact=exact).items():
+            data = value.contiguous().view(torch.uint8).numpy().tobytes()
+            found[f"{o} of {about}"] = hashlib.sha256(data).hexdigest()
+    after = kept(spec)
+    if changed := [name for name in after if after[name] != before.get(name)]:
+        message = f"{spec.path}: the reference changes {changed[0]}, which the next call would see"
+        raise SpecError(message, hint="a reference computes with its arguments alone")
+    return found
+
+
 def _misdeclared(
     spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
 ) -> str:
@@ -91,6 +138,11 @@ def _misdeclared(
         if got != (shape, dtype):
             faces = f"{got[1]} {shown(got[0])}; expected {dtype} {shown(shape)}"
             return f"output {name!r} is {faces}, as it is declared"
+    for name, exact in run_reference(spec, inputs, binding=binding, exact=True).items():
+        off = (outputs[name].double() - exact.double()).abs() > _FAR * exact.double().abs()
+        if (share := float(off.double().mean())) > 0.5:
+            dtype, far = spec.dtype_of(name, types), f"{_FAR:.0%} away from itself in float64"
+            return f"output {name!r} in {dtype} is over {far}, in {share:.0%} of its elements"
     return ""
 
 

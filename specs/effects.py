@@ -26,6 +26,8 @@ _EVENTS = {
     "os.kill": "signals a process",
     "os.killpg": "signals a process",
     "shutil.rmtree": "removes a folder",
+    "ctypes.dlopen": "calls native code",
+    "ctypes.dlsym": "calls native code",
 }
 """Audit events of CPython (PEP 578), and what a function does that raises one."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -53,6 +55,41 @@ def forbidden() -> Iterator[None]:
         yield
     finally:
         sys.dont_write_bytecode, _computing = before, 0
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Let nothing within the context replace a function or a setting of torch.
+
+    Raises:
+        SpecError: something was; says what.
+    """
+    before = _shared()
+    yield
+    after = _shared()
+    if changed := [name for name, value in before.items() if after.get(name) != value]:
+        raise SpecError(f"the function changes {changed[0]}", hint="a reference only computes")
+
+
+def _shared() -> dict[str, Any]:
+    """Functions and settings that all code shares, by name."""
+    import builtins
+    import math
+
+    import torch
+
+    places = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, math, builtins)
+    found = {
+        f"{place.__name__}.{name}": getattr(place, name)
+        for place in places
+        for name in dir(place)
+        if name[0] != "_" or name[:2] == "__"
+    }
+    return {name: value for name, value in found.items() if callable(value)} | {
+        "torch's random numbers": torch.get_rng_state().tolist(),
+        "torch's default type": torch.get_default_dtype(),
+        "whether torch records gradients": torch.is_grad_enabled(),
+    }
 
 
 @lru_cache(maxsize=1)

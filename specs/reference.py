@@ -8,6 +8,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
@@ -91,9 +92,7 @@ def reference_callable(
     """
     bound = spec.bind(binding)
     with _blaming(spec):
-        # Blank lines put the code on its own lines of the Markdown file, for tracebacks.
-        source = "\n" * (spec.reference_line - 1) + spec.reference_source
-        defined = _define(source, str(spec.path))
+        defined = _define(*_code(spec))
         name = "baseline" if baseline and "baseline" in defined else "reference"
         function = defined[name]
     if not _names_outputs(spec.reference_source, name):
@@ -152,12 +151,29 @@ def _names_outputs(source: str, name: str) -> bool:
     return False
 
 
+def _code(spec: Spec) -> tuple[str, str]:
+    """The block and its file's name. Blank lines put it on its own lines of the Markdown file, for
+    tracebacks."""
+    return "\n" * (spec.reference_line - 1) + spec.reference_source, str(spec.path)
+
+
 @functools.lru_cache(maxsize=64)
 def _define(source: str, filename: str) -> dict[str, Any]:
     # No `__name__`: torch.compile would import that module to find the block's globals.
     namespace: dict[str, Any] = {}
     exec(compile(source, filename, "exec"), namespace)
     return namespace
+
+
+def kept(spec: Spec) -> dict[str, str]:
+    """Describe what the reference's block holds between calls, by name."""
+    found = dict[str, str]()
+    for name, value in _define(*_code(spec)).items():
+        if isinstance(value, FunctionType):
+            found[name] = repr((vars(value), value.__defaults__, value.__kwdefaults__))
+        elif name != "__builtins__":
+            found[name] = repr(value)
+    return found
 
 
 @contextmanager

@@ -13,9 +13,11 @@ import re
 import symtable
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.suggest import near_matches
@@ -305,6 +307,40 @@ class _Module:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
         numbers = [n for n in range(first, (node.end_lineno or first) + 1) if n not in dropped]
         return [(self.text[n - 1].rstrip(), n) for n in numbers]
+
+
+def reached(text: str) -> tuple[int, str] | None:
+    """Find where a reference goes beyond what it may import: the line, and what it does there."""
+    tree, known = ast.parse(text), dict[str, Any]()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        one = node.module or "." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            module = one or (alias.name if alias.asname else alias.name.partition(".")[0])
+            if module.partition(".")[0] not in _OWN and module != _PLACED:
+                return node.lineno, f"imports {module}"
+            found = sys.modules.get(module)
+            known[_alias(alias)] = getattr(found, alias.name, None) if one else found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _REACHING:
+            return node.lineno, f"calls {node.id}"
+        module = _module(node, known)
+        if module is not None and module.__name__.partition(".")[0] not in _OWN:
+            return getattr(node, "lineno", 0), f"reaches {module.__name__}"
+    return None
+
+
+def _module(node: ast.AST, known: Mapping[str, Any]) -> ModuleType | None:
+    """The module that an expression names, as `torch.os`."""
+    match node:
+        case ast.Name(id=name):
+            found = known.get(name)
+        case ast.Attribute(value=value, attr=name):
+            found = getattr(_module(value, known), name, None)
+        case _:
+            return None
+    return found if isinstance(found, ModuleType) else None
 
 
 def _alias(alias: ast.alias) -> str:

@@ -47,11 +47,14 @@ def check(
     sanitize: Annotated[
         str | None, typer.Option(help="Tools of compute-sanitizer: memcheck,racecheck,initcheck.")
     ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Repeat the draws of a verdict, which names its seed.")
+    ] = None,
 ) -> Reply:
     """Judge a program without timing or storing it, or admit a spec."""
     if target.endswith(".md"):
-        if spec is not None or sanitize is not None:
-            raise CodaError(f"{target} is a spec; --spec and --sanitize are of a program")
+        if spec is not None or sanitize is not None or seed is not None:
+            raise CodaError(f"{target} is a spec; --spec, --sanitize and --seed are of a program")
         return _admitted(target)
     tools: tuple[str, ...] = ()
     if sanitize is not None:
@@ -60,7 +63,7 @@ def check(
         device, tools = "cuda", sanitizing.tools(sanitize)
     execution.usable_gpu(device)
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
-    outcome = targets.judged("check", target, spec, device=device, gates=gates)
+    outcome = targets.judged("check", target, spec, device=device, gates=gates, seed=seed)
     return judged(outcome)
 
 

@@ -118,6 +118,10 @@ def told(outcome: "Outcome") -> str:
     performance = verdict.report(PerformanceReport) if verdict else None
     if performance and performance.timed:
         lines.append(columns(speed(map(Cell.model_validate, performance.timed))))
+    if verdict and not verdict.passed and outcome.run:
+        seed, _, rest = verdict.replay.removeprefix("seed ").partition(", ")
+        line = f"replay: coda-agent check {outcome.run / 'kernel.py'}"
+        lines.append(line + f" --seed {seed}" * bool(seed) + f" ({rest})" * bool(rest))
     lines += [sentence(outcome), *filter(None, [outcome.remark])]
     return "\n".join(lines)
 

@@ -105,12 +105,15 @@ def judged(
     *,
     device: Device = "cuda",
     gates: tuple[str, ...] = GATES,
+    seed: int | None = None,
 ) -> Outcome:
     """What the judge says of a FILE or KERNEL, in a run of its own."""
     text, found = program(target, spec)
     run = new_run(kind, found.name)
     with progress() as observer:
-        return verify.judge_only(run, kind, found, text, observer, device=device, gates=gates)
+        return verify.judge_only(
+            run, kind, found, text, observer, device=device, gates=gates, seed=seed
+        )
 
 
 def named(

@@ -1,8 +1,11 @@
 """The child that runs a user's function: to draft a spec of it, or to admit one with it."""
 
 import importlib
+import json
+import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import lru_cache
 from io import StringIO
@@ -10,11 +13,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from coda_agent.agent.execution.answers import answered
+from coda_agent.agent.execution.answers import Answer, Ok, Refused, answered, read_answer
 from coda_agent.agent.execution.child import Limits, serve
 from coda_agent.primitives.errors import SpecError
-from coda_agent.specs.admission import admit
-from coda_agent.specs.effects import forbidden
+from coda_agent.specs.admission import admit, answers
+from coda_agent.specs.effects import forbidden, unchanged
 from coda_agent.specs.load import load_spec
 from coda_agent.specs.source import Example, Source, extracted
 
@@ -37,10 +40,44 @@ def _draft(job: dict[str, Any]) -> str:
         return draft(source, _EXAMPLES.validate_python(job["examples"]), job["name"])
 
 
-def _admit(job: dict[str, Any]) -> str:
-    with forbidden():
-        admit(load_spec(job["where"], text=job["text"]))
-    return ""
+def _admit(job: dict[str, Any]) -> dict[str, str]:
+    spec = load_spec(job["where"], text=job["text"])
+    with unchanged(), forbidden():
+        if not job["backwards"]:
+            admit(spec)
+        return answers(spec, backwards=job["backwards"])
+
+
+def _admit_twice(job: dict[str, Any]) -> Answer:
+    """Admit a spec, and run its reference once more in another process and the other order."""
+    one, other = (_apart(lambda b=b: _admit({**job, "backwards": b})) for b in (False, True))
+    if not isinstance(one, Ok) or not isinstance(other, Ok):
+        return other if isinstance(one, Ok) else one
+    if differs := [name for name, digest in one.result.items() if other.result[name] != digest]:
+        message = (
+            f"{job['where']}: the reference gives another {differs[0]} in another order of calls"
+        )
+        hint = "a reference computes with its arguments alone"
+        return Refused(error="SpecError", message=message, hint=hint)
+    return Ok(result="")
+
+
+def _apart(function: Callable[[], Any]) -> Answer:
+    """What `function` gives in a process of its own, with which all that it changes ends."""
+    out, into = os.pipe()
+    if not (child := os.fork()):
+        with open(into, "w") as pipe:
+            pipe.write(answered(function).model_dump_json())
+        os._exit(0)
+    os.close(into)
+    with open(out) as pipe:
+        said = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):  # as it ended, so does this one, and its parent says how
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    if not said:
+        os._exit(os.WEXITSTATUS(status))
+    return read_answer(json.loads(said))
 
 
 @lru_cache
@@ -62,7 +99,7 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
             return answered(lambda: _import(job["module"])).model_dump()
         case "draft":
             return answered(lambda: _draft(job)).model_dump()
-    return answered(lambda: _admit(job)).model_dump()
+    return _admit_twice(job).model_dump()
 
 
 if __name__ == "__main__":

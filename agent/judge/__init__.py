@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -68,6 +69,7 @@ def judge_candidate(
     types: list[str] | None = None,
     tiles: Collection[TileConfig] | None = None,
     known: JsonObject | None = None,
+    seed: int | None = None,
 ) -> Verdict:
     """Judge a candidate's text against a spec.
 
@@ -82,6 +84,7 @@ def judge_candidate(
         types: Element types to check; all the spec declares by default.
         tiles: Configurations to try on a GPU; by default all that suit.
         known: The kernel's tuned.json. A configuration in it stays unless one is surely faster.
+        seed: What all draws follow from; a secret one by default.
 
     Returns:
         The verdict; passed when no gate that ran found a fault.
@@ -93,7 +96,7 @@ def judge_candidate(
     whole = set(GATES) <= set(gates)
     walk = _Walk(
         spec, text, executor, usable(executor, device), observer, types or spec.elements, tiles,
-        known or {}, whole,
+        known or {}, whole, seed=secrets.randbits(62) if seed is None else seed,
     )  # fmt: skip
     walk.through(gates)
     return walk.verdict()
@@ -163,6 +166,7 @@ class _Walk:
     early: bool = False
     begun: Future[_Early] | None = None
     tuning: bool = False
+    seed: int | None = None
 
     def measure(self, step: str) -> None:
         """Only as far as a kernel's times need it, of the default program alone."""
@@ -282,7 +286,7 @@ class _Walk:
         from coda_agent.agent.judge.meaning import check_meaning
 
         start, outcome = time.monotonic(), None
-        findings = check_meaning(self.spec, self.programs)
+        findings = check_meaning(self.spec, self.programs, seed=self.seed)
         if not findings and self.gpu is None:
             outcome = self._interpreted()
         return findings, outcome, time.monotonic() - start
@@ -290,20 +294,24 @@ class _Walk:
     def _interpreted(self) -> Outcome[NumericsReport]:
         keys = [(name, element) for name in self._variants() for element in self.types]
         tiles = dict.fromkeys(keys, _INTERPRETED)
-        job = NumericsJob(spec=self.spec, programs=self.programs, tiles=tiles, device="cpu")
+        job = NumericsJob(
+            spec=self.spec, programs=self.programs, tiles=tiles, device="cpu", seed=self.seed
+        )
         return self.executor.grade(job, lambda *_: None)
 
     def _numerics(self, result: GateResult) -> None:
         start = time.monotonic()
         early = self.begun.result() if self.begun else self._without_kernels()
         result.findings, outcome, took = early
-        if self.gpu is None:  # where there is one, these are its seconds
+        if self.gpu is None or result.findings:  # else the seconds are the GPU's
             # What ran beside compiling is this gate's time all the same.
             result.seconds = took - (time.monotonic() - start)
         if result.findings:
             return
         if outcome is None:
-            job = NumericsJob(spec=self.spec, programs=self.programs, tiles=self.admitted)
+            job = NumericsJob(
+                spec=self.spec, programs=self.programs, tiles=self.admitted, seed=self.seed
+            )
             outcome = self.executor.grade(job, self._progress(result.name))
         result.findings, result.data = [*outcome.findings], outcome.report
         self.admitted = dict(outcome.admitted)
@@ -345,7 +353,7 @@ class _Walk:
         job = CallJob(
             spec=self.spec, programs=self.programs, tiles=tiles,
             device="cpu" if self.gpu is None else "cuda",
-            tuned=self.tuned or {}, refused=tuple(sorted(refused)),
+            tuned=self.tuned or {}, refused=tuple(sorted(refused)), seed=self.seed,
         )  # fmt: skip
         self._graded(job, result)
 

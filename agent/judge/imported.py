@@ -36,6 +36,7 @@ def check_imported(
     device: str,
     tuned: Mapping[str, Any],
     refused: Collection[str],
+    seed: int | None = None,
 ) -> list[Finding]:
     """The first fault of each variant in each type, on fresh draws.
 
@@ -47,6 +48,7 @@ def check_imported(
             since nothing here depends on more.
         tuned: What tuned.json will hold.
         refused: Labels of tiles that evidence.json will call wrong.
+        seed: What all draws follow from; a secret one by default.
     """
     kernel = _kernel(spec, programs, tuned, refused)
     shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
@@ -54,9 +56,10 @@ def check_imported(
     for binding in spec.bindings():
         for element in types:
             for sizes in shapes if device == "cuda" else shapes[:1]:
-                case = make_case(spec, binding, sizes, element, device)
+                case = make_case(spec, binding, sizes, element, device, seed=seed)
                 if said := _fault(kernel, spec, case, binding, element):
-                    where = {"program": spec.variant(binding), "dtype": element, "sizes": sizes}
+                    where = {"program": spec.variant(binding), "dtype": element}
+                    where |= {"sizes": dict(sizes), "seed": seed}
                     message = f"the function that would be imported {said}"
                     findings.append(Finding(message=message, where=where))
                     break

@@ -143,16 +143,21 @@ class Job(Record, Generic[ReportT]):
 
 
 class NumericsJob(Job[NumericsReport]):
-    """The numerics gate: what may be dispatched."""
+    """The numerics gate: what may be dispatched.
+
+    Attributes:
+        seed: What all draws follow from; a secret one by default.
+    """
 
     kind: Literal["numerics"] = "numerics"
+    seed: int | None = None
     answer = Outcome[NumericsReport]
 
     def run(self, progress: Progress) -> Outcome[NumericsReport]:
         from coda_agent.agent.judge.numerics import check_numerics
 
         given = self.spec, self.programs, self.tiles
-        return check_numerics(*given, device=self.device, progress=progress)
+        return check_numerics(*given, device=self.device, progress=progress, seed=self.seed)
 
 
 class PrepareJob(Job[PerformanceReport]):
@@ -213,18 +218,22 @@ class CallJob(Job[NumericsReport]):
     Attributes:
         tuned: What tuned.json will hold.
         refused: Labels of the tiles that evidence will call wrong.
+        seed: What all draws follow from; a secret one by default.
     """
 
     kind: Literal["call"] = "call"
     tuned: dict[str, Tuned] = Field(default={})
     refused: tuple[str, ...] = ()
+    seed: int | None = None
 
     def run(self, progress: Progress) -> Outcome[NumericsReport]:
         from coda_agent.agent.judge.imported import check_imported
 
         types = list(dict.fromkeys(element for _, element in self.tiles))
         stored = {"tuned": self.model_dump()["tuned"], "refused": self.refused}
-        found = check_imported(self.spec, self.programs, types, device=self.device, **stored)
+        found = check_imported(
+            self.spec, self.programs, types, device=self.device, seed=self.seed, **stored
+        )
         return Outcome(findings=tuple(found))
 
 

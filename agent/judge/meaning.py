@@ -97,23 +97,34 @@ def meaning_fault(
     Returns:
         A finding that names the set; None where there is none.
     """
+    for fault, inputs in _faults(spec, program, binding, seed):
+        (rows, inner), columns = (inputs[name].shape for name in spec.gemm)
+        sizes = dict(zip(spec.gemm_dims, (rows, columns[0], inner), strict=True))
+        return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}})
+    return None
+
+
+def _faults(
+    spec: Spec, program: Program, binding: Mapping[str, str], seed: int
+) -> Iterator[tuple[Finding, Inputs]]:
+    """Find what differs, one input set after another, with the set."""
     from coda_agent.specs import run_reference
 
     for label, inputs in draws(spec, binding, seed):
         truth = run_reference(spec, inputs, binding=binding, exact=True)
         results = replayed(spec, program, inputs)
         if fault := _case_fault(spec, program, binding, seed, label, inputs, truth, results):
-            return fault
+            yield fault, inputs
         if fault := range_fault(spec, program, binding, inputs, truth, results):
-            return _labelled(fault, label, seed)
+            yield _labelled(fault, label, seed), inputs
     for draw in tie_draws(spec, program, binding, seed):
         if not draw.alone:
             truth = run_reference(spec, draw.inputs, binding=binding, exact=True)
             results = replayed(spec, program, draw.inputs)
             if fault := _tie_fault(spec, program, binding, seed, draw, truth, results):
-                return fault
+                yield fault, draw.inputs
         if fault := jump_fault(spec, program, binding, draw.inputs, draw.alone):
-            return _labelled(fault, draw.label, seed)
+            yield _labelled(fault, draw.label, seed), draw.inputs
     cases = place_cases(spec, program, binding)
     for sizes, moved in itertools.groupby(cases, key=lambda case: case.sizes):
         inputs = draw_doubles(spec, binding, sizes, seed)
@@ -122,8 +133,7 @@ def meaning_fault(
             results = replayed(spec, case.program, inputs)
             about = case.program, binding, seed, case.label
             if fault := _case_fault(spec, *about, inputs, truth, results):
-                return fault
-    return None
+                yield fault, inputs
 
 
 def _apart(

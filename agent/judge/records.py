@@ -403,6 +403,15 @@ class Verdict(BaseModel):
     not_shown: list[str] = []
     """Sentences: what this machine could not show."""
 
+    @property
+    def replay(self) -> str:
+        """Seed, case and sizes of the first fault, where it depends on any: what finds it again."""
+        found = (finding.where for gate in self.gates for finding in gate.findings)
+        where = next(found, {})
+        sizes = " ".join(f"{dim}={size}" for dim, size in where.get("sizes", {}).items())
+        parts = {"seed": where.get("seed"), "case": where.get("case"), "sizes": sizes}
+        return ", ".join(f"{name} {x}" for name, x in parts.items() if x not in (None, ""))
+
     def report(self, kind: type[ReportT]) -> ReportT | None:
         """The report of one kind; None where its gate did not get as far."""
         return next((g.data for g in self.gates if isinstance(g.data, kind)), None)

@@ -299,7 +299,11 @@ def test_errors(where: workspace.Workspace, text: str, code: int, message: str) 
         (["explain", "nope", "--stage", "x"], 2, "'x' is not one of 'graph'"),
         (["verify"], 2, "name kernels, or give --all"),
         (["generate", "gemm_swiglu", "--device", "tpu"], 2, "tpu"),
-        (["check", "a.md", "--sanitize", "memcheck"], 2, "a.md is a spec; --spec and --sanitize"),
+        (
+            ["check", "a.md", "--sanitize", "memcheck"],
+            2,
+            "a.md is a spec; --spec, --sanitize and --seed",
+        ),
         (["spec", "gemm_symlog", "--name", "mine"], 2, "--shape and --name are of a function"),
         (["runs", "--html", "a.html"], 2, "--html and --format are of one run"),
         (["score-judge", "luck"], 2, "'luck' is not one of 'mutants'"),

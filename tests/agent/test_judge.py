@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from coda_agent.agent import workspace
 from coda_agent.agent.authors.composer import Composer
+from coda_agent.agent.cli import app
 from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
     Finding,
@@ -117,7 +121,7 @@ def test_nothing_computes_on_where_a_gate_cannot_end(
 ) -> None:
     done = list[str]()
 
-    def slow(*_: Any) -> list[Any]:
+    def slow(*_: Any, **__: Any) -> list[Any]:
         time.sleep(0.3)
         done.append("meaning")
         return []
@@ -135,7 +139,7 @@ def test_nothing_computes_on_where_a_gate_cannot_end(
 def test_numerics_has_the_time_that_it_took_beside_compiling(
     spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusing(*_: Any) -> list[Finding]:
+    def refusing(*_: Any, **__: Any) -> list[Finding]:
         time.sleep(0.2)
         return [Finding(message="another function")]
 
@@ -226,6 +230,65 @@ def test_a_bad_candidate_fails_its_gate_with_one_line(
     assert verdict.gates[-1].name == gate and not verdict.gates[-1].passed
     assert said in verdict.gates[-1].findings[0].message
     assert "\n" not in verdict.gates[-1].findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("body", "gate"),
+    [
+        (SLIPS["wrong gate"], "numerics"),
+        (("d = acc * r", "g, u = pairs(d)", 'return {"D": d, "O": swiglu(maximum(g, -8.0), u)}'), "numerics"),
+        (("d = to_bfloat16(acc) * r", "g, u = pairs(acc * r)", 'return {"D": d, "O": swiglu(g, u)}'), "numerics"),
+        (("d = acc", 'return {"D": d, "O": d}'), "static"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_replayed_byte_for_byte(spec: Spec, body: tuple[str, ...], gate: str) -> None:
+    text = candidate(*body).replace("import ", "import maximum, to_bfloat16, ", 1)
+    gates = ("static", "compile", "numerics")
+    first = judge(spec, text, gates=gates)
+    where = first.gates[-1].findings[0].where
+    assert not first.passed and first.gates[-1].name == gate
+    again = judge(spec, text, gates=gates, seed=where.get("seed"))
+    assert [g.model_dump_json(include={"findings"}) for g in again.gates] == [
+        g.model_dump_json(include={"findings"}) for g in first.gates
+    ]
+    assert again.replay == first.replay
+    if gate == "numerics":
+        sizes = " ".join(f"{x}={n}" for x, n in where["sizes"].items())
+        middle = f", case {where['case']}" if "case" in where else ""
+        assert first.replay == f"seed {where['seed']}{middle}, sizes {sizes}"
+    else:
+        assert first.replay == ""
+
+
+def test_the_line_of_a_refusal_finds_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace.init(tmp_path)[0].root)
+    Path("mine.py").write_text(candidate(*SLIPS["wrong gate"]))
+
+    def check(*args: str) -> tuple[list[str], str]:
+        done = CliRunner().invoke(app, ["check", *args, "--device", "cpu"])
+        assert done.exit_code == 1, done.output
+        (line,) = re.findall(r"^replay: coda-agent check (.*)$", done.output, re.M)
+        return re.findall(r"^    .*$", done.output, re.M), line
+
+    found, line = check("mine.py", "--spec", "gemm_rmsnorm_swiglu")
+    ((arguments, sizes),) = re.findall(r"^(\S+ --seed \d+) \((?:case .*, )?sizes (.+)\)$", line)
+    assert found and found == check(*arguments.split())[0]
+    shown = " ".join(CliRunner().invoke(app, ["runs", "last"]).output.split())
+    assert (
+        "check: refused" in shown and f"seed {arguments.split()[-1]}, " in shown and sizes in shown
+    )
+
+
+def test_rounding_is_replayed_too(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the meaning passes, the fault is the rounding's."""
+    monkeypatch.setattr(meaning, "check_meaning", lambda *_, **__: [])
+    text = candidate(*SLIPS["constant factor"])
+    found = [judge(spec, text, gates=("static", "compile", "numerics"), seed=7) for _ in range(2)]
+    one, two = (verdict.gates[-1].findings[0] for verdict in found)
+    assert one == two and one.where["seed"] == 7
+    assert found[0].replay.startswith("seed 7, sizes M=")
 
 
 def test_the_same_trial_has_the_same_digests(spec: Spec) -> None:

@@ -10,7 +10,7 @@ from coda_agent.agent import references, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.execution import confinement
 from coda_agent.primitives.errors import SpecError
-from coda_agent.specs import load_spec
+from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.draft import Example
 from coda_agent.specs.source import extracted
 
@@ -158,6 +158,73 @@ def test_no_spec_is_admitted_whose_reference_does_more_than_compute(
         references.admitted(spec, limit_s=limit_of(body))
     assert str(caught.value).startswith(message), str(caught.value)
     assert not path.exists()
+
+
+NO_FUNCTIONS = {
+    "counts its calls": (
+        "calls = []", "calls.append(1)\n    x = x * (1.5 if len(calls) > 9 else 1)", "the reference ",
+    ),
+    "counts its calls and has not come far": (
+        "import itertools\nturn = itertools.count()", "x = x * (1 if next(turn) < 10**6 else 2)",
+        "the reference changes turn, which the next call would see (a reference computes with its",
+    ),
+    "counts its calls where it is defined": (
+        "", "reference.calls = getattr(reference, 'calls', 0) + 1",
+        "the reference changes reference, which",
+    ),
+    "keeps tensors of a call": (
+        "first = {}", "first.setdefault(x.shape, x)", "the reference changes first, which",
+    ),
+    "draws random numbers": (
+        "", "x = x + 0.01 * torch.rand_like(x)", "the function changes torch's random numbers",
+    ),
+    "counts where nobody sees it": (
+        "turn = iter(range(10**6))", "x = x * (1 + 0.01 * next(turn))",
+        "the reference gives another O of gemm_rmsnorm bfloat16, draw 0 in another order of calls",
+    ),
+    "draws and leaves it out": ("", "torch.rand(1)", "the function changes torch's random numbers"),
+    "looks at the clock": ("import time", "x = x * (1 if time.time() < 4e9 else 2)", "imports time"),
+    "looks at torch's clock": ("", "x = x * (1 if torch.os.times()[4] > 0 else 2)", "reaches "),
+    "looks at a file": ("", "open('/etc/hostname').read()", "calls open"),
+    "calls native code": ("import ctypes", "ctypes.CDLL(None).getpid()", "calls native code"),
+    "replaces a function of torch": (
+        "", "torch.nn.functional.relu = torch.sigmoid",
+        "the function changes torch.nn.functional.relu (a reference only computes)",
+    ),
+    "replaces a method": (
+        "", "torch.Tensor.__mul__ = torch.Tensor.mul", "the function changes Tensor.__mul__",
+    ),
+    "sets a default": ("", "torch.set_default_dtype(torch.float32)\n    torch.set_grad_enabled(False)",
+                       "the function changes whether torch records gradients"),
+    "differs by type": (
+        "", "x = x if x.dtype is torch.float64 else 0.5 * x",
+        "output 'O' in bfloat16 is over 25% away from itself in float64, in 100% of its elements",
+    ),
+}  # fmt: skip
+
+
+def toy(top: str, body: str) -> Spec:
+    text = workspace.packaged_specs()["gemm_rmsnorm"].read_text("utf-8")
+    block = f"import torch\n{top}\n\n\ndef reference(A, B, r):\n    x = A @ B.T * r[:, None]\n"
+    block += f"    {body}\n    return x.to(A.dtype)\n"
+    head = text.partition("```python reference\n")[0]
+    return load_spec("toy.md", text=f"{head}```python reference\n{block}```\n")
+
+
+@pytest.mark.parametrize("name", NO_FUNCTIONS)
+def test_a_reference_that_is_no_function_is_not_admitted(name: str) -> None:
+    top, body, said = NO_FUNCTIONS[name]
+    with pytest.raises(SpecError) as caught:
+        references.admitted(toy(top, body))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_reference_replaced_is_gone_with_it() -> None:
+    with pytest.raises(SpecError, match="changes"):
+        references.admitted(toy("", "torch.nn.functional.relu = torch.sigmoid"))
+    references.admitted(
+        toy("SLOPE = torch.arange(3.0)", "x = torch.nn.functional.relu(x) * SLOPE[1]")
+    )
 
 
 def test_a_shipped_spec_is_copied(where: workspace.Workspace) -> None:

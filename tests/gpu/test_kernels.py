@@ -158,6 +158,33 @@ def test_two_runs_are_bitwise_equal(demo: Demo, program: Program) -> None:
         assert torch.equal(first[o], second[o]), o
 
 
+@epilogue(D=Tile)
+def product(acc, b: RowVector):
+    return {"D": acc + b}
+
+
+@epilogue(D=Tile)
+def added(acc, C: Tile):
+    return {"D": acc + C}
+
+
+@pytest.mark.parametrize("program", [product, added], ids=lambda p: p.name)
+@pytest.mark.parametrize("config", [DEFAULT, WIDE, COOPERATIVE], ids=lambda c: c.label)
+def test_many_tiles_of_few_stages(program: Program, config: TileConfig) -> None:
+    """A stage that is stored from while the next tile writes it shows at short K alone, and so does
+    an epilogue that loads C and waits for a mainloop of one step."""
+    run = bound(program)
+    for k in (64, 128, 192, 256):
+        a, b = integers(4096, k, 1), integers(4096, k, 2)
+        (name,) = program.operands
+        beside = integers(4096, 4096, 3) if name == "C" else b[:, 0].contiguous()
+        want = (a.float() @ b.float().T + beside.float()).bfloat16()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(250):
+            wrong += (run(a, b, {name: beside}, config=config)["D"] != want).sum()
+        assert wrong.item() == 0, k
+
+
 @epilogue(O=Tile, s=RowSum, mean=RowMean, top=RowMax)
 def masked(acc, b: RowVector):
     o = sigmoid(acc + b)
