@@ -48,7 +48,7 @@ docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, by which warnings do not count
 
 $(STAMP)-docs: $(STAMP)
-	$(BIN)/pip install -qq --disable-pip-version-check -e ".[docs]"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -e ".[docs]"
 	@touch $@
 
 format: $(STAMP)
