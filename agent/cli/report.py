@@ -118,7 +118,8 @@ def told(outcome: "Outcome") -> str:
     performance = verdict.report(PerformanceReport) if verdict else None
     if performance and performance.timed:
         lines.append(columns(speed(map(Cell.model_validate, performance.timed))))
-    if verdict and not verdict.passed and outcome.run:
+    failed = {gate.name for gate in verdict.gates if gate.findings} if verdict else set()
+    if verdict and failed and outcome.run and "performance" not in failed:  # `check` times nothing
         seed, _, rest = verdict.replay.removeprefix("seed ").partition(", ")
         line = f"replay: coda-agent check {outcome.run / 'kernel.py'}"
         lines.append(line + f" --seed {seed}" * bool(seed) + f" ({rest})" * bool(rest))

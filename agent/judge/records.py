@@ -405,9 +405,10 @@ class Verdict(BaseModel):
 
     @property
     def replay(self) -> str:
-        """Seed, case and sizes of the first fault, where it depends on any: what finds it again."""
+        """Seed, case and sizes of the first fault, where draws decide: what finds it again."""
         found = (finding.where for gate in self.gates for finding in gate.findings)
-        where = next(found, {})
+        if (where := next(found, {})).get("seed") is None:
+            return ""
         sizes = " ".join(f"{dim}={size}" for dim, size in where.get("sizes", {}).items())
         parts = {"seed": where.get("seed"), "case": where.get("case"), "sizes": sizes}
         return ", ".join(f"{name} {x}" for name, x in parts.items() if x not in (None, ""))

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import workspace
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.cli import app
+from coda_agent.agent.cli.report import told
 from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
     Finding,
@@ -34,6 +35,7 @@ from coda_agent.agent.judge.records import (
     NumericsReport,
     PerformanceReport,
 )
+from coda_agent.agent.pipeline import Outcome
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.runtime.tuning import TunedShape
@@ -279,6 +281,26 @@ def test_the_line_of_a_refusal_finds_it_again(
     assert (
         "check: refused" in shown and f"seed {arguments.split()[-1]}, " in shown and sizes in shown
     )
+
+
+@pytest.mark.parametrize(
+    ("gate", "where", "line"),
+    [
+        ("compile", {"arch": "sm_90a"}, "replay: coda-agent check run/kernel.py"),
+        ("performance", {"sizes": {"M": 64}}, ""),
+    ],
+)
+def test_what_no_draw_decides_names_no_seed(gate: str, where: dict[str, Any], line: str) -> None:
+    """What is slow has sizes and no seed; `check` would not find it, since it times nothing."""
+    fault = Finding(message="no", where=where)
+    found = Verdict(
+        passed=False,
+        level=None,
+        gates=[GateResult(name=gate, passed=False, version=1, findings=[fault])],
+    )
+    assert found.replay == ""
+    outcome = Outcome("k", False, None, None, None, None, Path("run"), found)
+    assert told(outcome).splitlines()[:-1] == [line] * bool(line)
 
 
 def test_rounding_is_replayed_too(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
