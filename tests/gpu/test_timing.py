@@ -161,7 +161,8 @@ def test_a_kernel_is_measured_with_the_launches_it_declares(
     assert record.mismatches == 0
     assert 0 < record.floor_us < ours.median_us
     assert isinstance(record.steady, Figures), record.steady
-    assert len(record.steady.times["ours"].times_us) == 3, record.steady
+    # One more where another contender lost a round to a busy host.
+    assert len(record.steady.times["ours"].times_us) >= 3, record.steady
     assert record.floor_us < record.steady.times["ours"].median_us
 
 
