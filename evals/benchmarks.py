@@ -14,8 +14,8 @@ attention: from the output projection to the next layer's query, key and value w
 A head is the final norm, the product with the vocabulary, and the loss. Ours is the backend `coda`.
 `gemm` are the bare products. A step is forward, backward and a fused AdamW of Llama-3.2-1B, 8
 sequences of 4096 tokens for each GPU, 4 in FP8; on two GPUs FSDP2 shards it, and time is the
-host's. `compile` is a transformers model under torch.compile, whose attention gets a mask;
-`compile, mask folded` has causal attention instead."""
+host's; or of six layers of another model, with its head. `compile` is a transformers model under
+torch.compile, whose attention gets a mask; `compile, mask folded` has causal attention instead."""
 _FUSE = """Functions of one to three products with the widths of real models, at 4096 rows, forward
 and in both passes. Ours is `fuse(function)`; `evals/functions.py` says what they compute."""
 _GRADIENTS = """Each accepted kernel of 16-bit operands at 4096³, forward and backward together,

@@ -1,4 +1,4 @@
-"""Training steps of a Llama of transformers', by the backend `coda`, torch.compile and Liger.
+"""Training steps of models of transformers', by the backend `coda`, torch.compile and Liger.
 
 - A step is forward, backward and a fused AdamW. All contenders train the same weights in turn, by
   one optimizer, on the same random tokens.
@@ -13,9 +13,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,47 +32,99 @@ these may be from PyTorch's."""
 
 
 @dataclass(frozen=True)
-class Llama:
-    """A Llama with tied embeddings, and the tokens of a step on each GPU."""
+class Work:
+    """A language model of transformers', and the tokens of a step on each GPU."""
 
-    width: int = 2048
-    ffn: int = 8192
-    layers: int = 16
-    heads: int = 32
-    kv_heads: int = 8
-    words: int = 128256
+    family: str
+    kind: str
+    sizes: dict[str, int]
+    options: dict[str, Any]
     batch: int = 8
     length: int = 4096
 
-    def shrunk(self, by: int) -> Llama:
+    def shrunk(self, by: int) -> Work:
         """Divide the sizes, down to two layers and heads."""
         if by == 1:
             return self
-        dim, words = max(16, self.width // self.heads // by), -(-self.words // by // 16) * 16
-        layers, heads, kv_heads, batch, length = (
-            max(least, x // by)
-            for x, least in ((self.layers, 2), (self.heads, 2), (self.kv_heads, 1),
-                             (self.batch, 1), (self.length, 16))
-        )  # fmt: skip
-        ffn = -(-self.ffn // by // 16) * 16
-        return Llama(heads * dim, ffn, layers, heads, kv_heads, words, batch, length)
+        sizes = {name: max(2, -(-size // by)) for name, size in self.sizes.items()}
+        for name in {"intermediate_size", "head_dim", "vocab_size"} & {*sizes}:
+            sizes[name] = 16 * -(-sizes[name] // 16)
+        heads = self.sizes["num_attention_heads"]
+        dim = max(16, self.sizes["hidden_size"] // heads // by)
+        sizes["hidden_size"] = sizes["num_attention_heads"] * dim
+        if "num_key_value_heads" in sizes:
+            sizes["num_key_value_heads"] = 1
+        batch, length = max(1, self.batch // by), max(16, self.length // by)
+        return replace(self, sizes=sizes, batch=batch, length=length)
+
+    @property
+    def words(self) -> int:
+        """Get the size of the vocabulary."""
+        return self.sizes["vocab_size"]
+
+
+def _sizes(width: int, layers: int, heads: int, words: int, **others: int) -> dict[str, int]:
+    return {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "vocab_size": words, **others}  # fmt: skip
+
+
+def _tied(theta: float | None = None) -> dict[str, Any]:
+    rotation = {"rope_theta": theta} if theta else {}
+    return {"tie_word_embeddings": True, "use_cache": False, **rotation}
+
+
+LLAMA = Work(
+    "llama", "LlamaForCausalLM",
+    _sizes(2048, 16, 32, 128256, intermediate_size=8192, num_key_value_heads=8),
+    {**_tied(500000.0), "rms_norm_eps": 1e-5},
+)  # fmt: skip
+LAYERS = 6
+"""The layers that other models have here, of 28, 26, 24 and 12: compiling takes minutes for all."""
+# The dropout of the last two is left out, as in pretraining from scratch today: contenders would
+# draw other numbers, and no first loss could be compared.
+OTHERS = {
+    "qwen3-0.6b": Work(
+        "qwen3", "Qwen3ForCausalLM",
+        _sizes(1024, LAYERS, 16, 151936, intermediate_size=3072, num_key_value_heads=8,
+               head_dim=128),
+        _tied(1000000.0), batch=4,
+    ),
+    "gemma-3-1b": Work(
+        "gemma3", "Gemma3ForCausalLM",
+        _sizes(1152, LAYERS, 4, 262144, intermediate_size=6912, num_key_value_heads=1, head_dim=256,
+               sliding_window=512),
+        _tied(), batch=2,
+    ),
+    "gpt2-medium": Work(
+        "gpt2", "GPT2LMHeadModel", _sizes(1024, LAYERS, 16, 50257),
+        {**_tied(), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+         "loss_type": "ForCausalLM"}, batch=16, length=1024,
+    ),
+    "bert-base": Work(
+        "bert", "BertForMaskedLM", _sizes(768, LAYERS, 12, 30522, intermediate_size=3072),
+        {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, batch=32, length=512,
+    ),
+}  # fmt: skip
 
 
 def cases() -> list[Case]:
     """List a step of Llama-3.2-1B in bf16, of half the tokens (80 GB hold all contenders of it), in
-    FP8 and on two GPUs, and losses of more steps."""
+    FP8 and on two GPUs, losses of more steps, and a step of each other model."""
     compiled = "compile", "compile, mask folded"
     whole, narrow = ("ours", *compiled, "liger"), ("ours", "bf16", *compiled)
     alone = "ours", "eager", "ours, one GPU", "eager, one GPU"
-    make, losses = partial(_step, Llama()), partial(_losses, Llama())
+    make, losses = partial(_step, LLAMA), partial(_losses, LLAMA)
+    half = replace(LLAMA, batch=4)
     return [
         Case("train-1b", whole, partial(make, False)),
-        Case("train-1b of 4 sequences", whole, partial(_step, Llama(batch=4), False)),
-        Case("train-1b fp8", narrow, partial(_step, Llama(batch=4), True)),
+        Case("train-1b of 4 sequences", whole, partial(_step, half, False)),
+        Case("train-1b fp8", narrow, partial(_step, half, True)),
         Case("train-1b on 2 GPUs", whole, partial(make, False), ("ranks",), ranks=2),
         Case("train-1b fp8, 20 steps", ("ours", "bf16", "eager"), partial(losses, True), ()),
         Case("train-1b on 2 GPUs, 20 steps", alone, partial(losses, False), (), ranks=2),
-    ]
+        *(Case(f"train {LAYERS} layers of {name}", ("ours", *compiled), partial(_step, work, False))
+          for name, work in OTHERS.items()),
+    ]  # fmt: skip
 
 
 class _Model:
@@ -81,33 +134,28 @@ class _Model:
         Absent: transformers is not installed.
     """
 
-    def __init__(self, llama: Llama, fp8: bool, device: str) -> None:
+    def __init__(self, work: Work, fp8: bool, device: str) -> None:
+        home = f"transformers.models.{work.family}"
         try:
-            from transformers.models.llama import (  # pyright: ignore[reportMissingImports]
-                modeling_llama,
-            )
+            importlib.import_module(home)
+            self.home: Any = importlib.import_module(f"{home}.modeling_{work.family}")
         except ImportError:
             raise Absent("transformers is not installed") from None
         self.fp8, self.device = fp8, device
-        self.home: Any = modeling_llama
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        config = self.home.LlamaConfig(
-            hidden_size=llama.width, intermediate_size=llama.ffn, num_hidden_layers=llama.layers,
-            num_attention_heads=llama.heads, num_key_value_heads=llama.kv_heads,
-            vocab_size=llama.words, max_position_embeddings=max(llama.length, 2048),
-            rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True, use_cache=False,
-        )  # fmt: skip
+        made = getattr(self.home, work.kind)
+        positions = {"max_position_embeddings": work.length}
+        config = made.config_class(**work.sizes, **work.options, **positions)
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)  # of parameters alone: frequencies stay float32
         try:
             with torch.device(device):
-                self.model: Any = self.home.LlamaForCausalLM(config).train()
+                self.model: Any = made(config).train()
         finally:
             torch.set_default_dtype(default)
-        self.rotation = self.home.apply_rotary_pos_emb
-        shape = self.ranks * llama.batch, llama.length
-        self.all = torch.randint(llama.words, shape, device=device)
+        shape = self.ranks * work.batch, work.length
+        self.all = torch.randint(work.words, shape, device=device)
         self.ids = self.all[dist.get_rank() :: self.ranks] if self.ranks > 1 else self.all
         self.optimizer = adamw(self.model)
         self.start = [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
@@ -141,7 +189,7 @@ class _Model:
         shared = {} if own else {id(p): p for p in self.model.parameters()}
         model = copy.deepcopy(self.model, shared)
         notes = self._change(model, name)
-        rotation = self.home.apply_rotary_pos_emb  # Liger replaces the module's
+        changed = {k: v for k, v in vars(self.home).items() if v is not before.get(k)}
         vars(self.home).update(before)
         if self.ranks > 1 and "one GPU" not in name:
             self._shard(model)
@@ -156,12 +204,12 @@ class _Model:
             forward = torch.compile(forward, dynamic=False, backend=coda, options=options)
 
         def loss(ids: torch.Tensor) -> Any:
-            self.home.apply_rotary_pos_emb = rotation
+            vars(self.home).update(changed)  # Liger replaces functions of the module
             try:
                 found = forward(ids)
                 found.backward()
             finally:
-                self.home.apply_rotary_pos_emb = self.rotation
+                vars(self.home).update(before)
             return found
 
         return model, loss, notes
@@ -192,16 +240,20 @@ class _Model:
 
 
 def fold_mask(model: Any) -> None:
-    """Have attention run causally without a mask, under torch.compile too."""
+    """Have attention run without a mask where it is causal or sees all, under torch.compile too."""
     from transformers import AttentionInterface  # pyright: ignore[reportMissingImports]
     from transformers.integrations.sdpa_attention import (  # pyright: ignore[reportMissingImports]
         sdpa_attention_forward,
     )
     from transformers.masking_utils import (  # pyright: ignore[reportMissingImports]
         AttentionMaskInterface,
+        sdpa_mask,
     )
 
-    AttentionMaskInterface.register("causal", lambda *_, **__: None)
+    def mask(*args: Any, **options: Any) -> torch.Tensor | None:
+        return sdpa_mask(*args, **options) if options.get("local_size") else None  # a window
+
+    AttentionMaskInterface.register("causal", mask)
     AttentionInterface.register("causal", sdpa_attention_forward)
     model.config._attn_implementation = "causal"
 
@@ -222,8 +274,8 @@ def parts(step: Callable[[], Any]) -> str:
     return f"{found}; {count} kernels of the backend" if count else found
 
 
-def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
-    home = _Model(llama.shrunk(shrink), fp8, device)
+def _step(work: Work, fp8: bool, device: str, shrink: int) -> Setup:
+    home = _Model(work.shrunk(shrink), fp8, device)
 
     def made(name: str) -> Contender:
         home.restore()  # the contender before this one has stepped
@@ -252,9 +304,9 @@ def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
     return Setup({n: partial(made, n) for n in names}, {"loss": home.loss()}, LIMIT)
 
 
-def _losses(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
+def _losses(work: Work, fp8: bool, device: str, shrink: int) -> Setup:
     """Compare losses of steps on the same sequences with those of PyTorch, on one GPU."""
-    home = _Model(llama.shrunk(shrink), fp8, device)
+    home = _Model(work.shrunk(shrink), fp8, device)
     each = max(1, len(home.ids) // 4)
 
     def losses(name: str) -> torch.Tensor:

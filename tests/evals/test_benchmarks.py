@@ -9,7 +9,7 @@ from coda_agent.evals.clocks import CLOCKS
 from coda_agent.primitives.errors import CodaError
 from tests.evals.small import ROOT
 
-SIZES = {"kernels": 38, "paper": 30, "shapes": 960, "layers": 31, "fuse": 60, "gradients": 17,
+SIZES = {"kernels": 38, "paper": 30, "shapes": 960, "layers": 35, "fuse": 60, "gradients": 17,
          "host": 19, "numerics": 96}  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from coda_agent.evals.cases import Absent
-from coda_agent.evals.training import Llama, _Model, cases, fold_mask, parts
+from coda_agent.evals.training import LLAMA, OTHERS, _Model, cases, fold_mask, parts
 from tests.evals.small import measured
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -25,12 +25,15 @@ def cells(root: Path, name: str) -> dict[str, Any]:
     return {key[1]: cell for key, cell in measured(root, 64, CASES[name]).items()}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", ["train-1b", "train-1b fp8"])
+@pytest.mark.one_in(7)
+@pytest.mark.parametrize(
+    "name", ["train-1b", "train-1b fp8", *(name for name in CASES if "layers of" in name)]
+)
 def test_first_losses_are_the_models_own(tmp_path: Path, name: str) -> None:
     found = cells(tmp_path, name)
     for contender in {"ours", "bf16"} & {*found}:
         assert found[contender].error < 2e-3, contender
+        assert "kernels of the backend" in found["ours"].note
         assert "attention: _scaled_dot_product_flash_attention" in found[contender].note
         assert "first loss " in found[contender].note
     for contender in ("compile", "compile, mask folded"):
@@ -40,8 +43,8 @@ def test_first_losses_are_the_models_own(tmp_path: Path, name: str) -> None:
 def test_a_step_trains_the_shared_weights_or_its_own() -> None:
     setup = CASES["train-1b"].make("cpu", 64)
     make: Any = CASES["train-1b"].make
-    assert make.args[0] == Llama() and setup.limit == 0.01
-    home = _Model(Llama().shrunk(64), False, "cpu")
+    assert make.args[0] == LLAMA and setup.limit == 0.01
+    home = _Model(LLAMA.shrunk(64), False, "cpu")
     before = {n: p.detach().clone() for n, p in home.model.named_parameters()}
     apart, loss, _ = home.contender("bf16", True)
     shared, _, _ = home.contender("ours", False)
@@ -66,7 +69,7 @@ def test_a_library_that_changes_the_module_changes_no_other_contender(
 ) -> None:
     """Liger replaces classes of transformers' module: models made later must not have them. Its
     loss is wrong here, and so it has no part."""
-    liger, home = ModuleType("liger_kernel.transformers"), _Model(Llama().shrunk(64), False, "cpu")
+    liger, home = ModuleType("liger_kernel.transformers"), _Model(LLAMA.shrunk(64), False, "cpu")
     norm, rotation = home.home.LlamaRMSNorm, home.home.apply_rotary_pos_emb
 
     def scaled(model: Any) -> None:
@@ -91,7 +94,7 @@ def test_a_library_that_changes_the_module_changes_no_other_contender(
 
 def test_a_folded_mask_is_causal_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torch.compile transformers hands attention a mask; folded, it is told to be causal."""
-    home, seen = _Model(Llama().shrunk(64), False, "cpu"), list[Any]()
+    home, seen = _Model(LLAMA.shrunk(64), False, "cpu"), list[Any]()
 
     def spy(graph: Any, _: Any) -> Any:
         for node in graph.graph.find_nodes(
@@ -110,6 +113,20 @@ def test_a_folded_mask_is_causal_attention(monkeypatch: pytest.MonkeyPatch) -> N
         losses.append(float(called(input_ids=home.ids, labels=home.ids).loss))
         assert {causal for _, causal in seen} == {fold} and {none for none, _ in seen} == {fold}
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@torch.no_grad()
+def test_a_folded_mask_keeps_windows() -> None:
+    from transformers import AttentionMaskInterface  # pyright: ignore[reportMissingImports]
+
+    home = _Model(OTHERS["gemma-3-1b"].shrunk(64), False, "cpu")
+    for p in home.model.parameters():
+        p.mul_(8)  # so that it matters what attention reads
+    own = home.model(home.ids).logits
+    fold_mask(home.model)
+    torch.testing.assert_close(home.model(home.ids).logits, own)
+    AttentionMaskInterface.register("causal", lambda *_, **__: None)
+    assert (home.model(home.ids).logits - own).abs().max() > 0.1 * own.abs().max()
 
 
 def test_the_kernels_of_attention_are_named() -> None:
