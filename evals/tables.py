@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 from coda_agent.agent.tables import Rows, markdown, ratio_text, tabulate
 from coda_agent.evals.benchmarks import SUITES, load
@@ -198,18 +199,48 @@ def notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> Path:
-    """Draw the ratios of cases as bars, a panel a regime.
+    """Draw the ratios of cases as bars, a panel a regime; of one case its times and memory.
 
     Raises:
         MachineError: matplotlib is not installed.
     """
     try:
+        import matplotlib  # pyright: ignore[reportMissingImports]
         from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
     except ImportError:
         hint = "pip install 'coda-agent[docs]'"
         raise MachineError("a figure needs matplotlib, which is not installed", hint=hint) from None
-    timed, names = [cell for cell in cells if cell.ratio], others(cells)
-    regimes = [*dict.fromkeys(cell.regime for cell in timed)]
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "coda-agent"}
+    timed = [cell for cell in cells if cell.ratio]
+    alone = len({(cell.case, cell.regime, cell.machine) for cell in timed}) == 1
+    figure = (_bars if alone else _ratios)(pyplot, timed)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def _bars(pyplot: Any, timed: Sequence[Cell]) -> Any:
+    figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(9, 1 + 0.4 * len(timed)))
+    names = [cell.contender for cell in reversed(timed)]
+    for panel, unit, found in (
+        (panels[0], "ms", [(cell.time_us or 0) / 1e3 for cell in reversed(timed)]),
+        (
+            panels[1],
+            "GiB beyond what was there",
+            [(cell.peak_mib or 0) / 1024 for cell in reversed(timed)],
+        ),
+    ):
+        colors = ["tab:green" if name == OURS else "tab:gray" for name in names]
+        panel.bar_label(panel.barh(names, found, color=colors), fmt="%.1f", padding=3)
+        panel.margins(x=0.15)
+        panel.set_xlabel(unit)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{timed[0].case}, {timed[0].regime}, {card(timed[0].machine)}")
+    return figure
+
+
+def _ratios(pyplot: Any, timed: Sequence[Cell]) -> Any:
+    names, regimes = others(timed), [*dict.fromkeys(cell.regime for cell in timed)]
     cases = [*dict.fromkeys(cell.case for cell in timed)]
     size = 4 + len(cases) * len(names) / 8, 4 * max(1, len(regimes))
     figure, panels = pyplot.subplots(len(regimes) or 1, squeeze=False, figsize=size)
@@ -222,6 +253,4 @@ def draw(cells: Sequence[Cell], path: Path) -> Path:
         panel.axhline(1.0, color="gray")
         panel.set_title(regime)
         panel.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    return path
+    return figure

@@ -97,7 +97,8 @@ OTHERS = {
     ),
     "gpt2-medium": Work(
         "gpt2", "GPT2LMHeadModel", _sizes(1024, LAYERS, 16, 50257),
-        {**_tied(), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, batch=16, length=1024,
+        {**_tied(), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        batch=16, length=1024,
     ),
     "bert-base": Work(
         "bert", "BertForMaskedLM", _sizes(768, LAYERS, 12, 30522, intermediate_size=3072),

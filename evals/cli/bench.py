@@ -43,7 +43,7 @@ def bench(
         bool, typer.Option("--table", help="Only write docs/results.md from the records.")
     ] = False,
     figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the ratios, too; needs matplotlib.")
+        Path | None, typer.Option(metavar="FILE", help="Draw them, too; needs matplotlib.")
     ] = None,
 ) -> Reply:
     """Time a suite beside others on this GPU, and keep each cell; run it again to go on."""

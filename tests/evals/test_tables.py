@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,17 @@ def test_the_readme_gives_the_means_of_the_records() -> None:
         f"{gemm[0]} of the speed of the bare cuBLAS product at 4096, and {gemm[1]} at 8192" in text
     )
     assert f"{compiled[0]} and {compiled[1]} times as fast as torch.compile" in text
+
+
+def test_the_readme_and_its_picture_show_the_recorded_step() -> None:
+    rows = [line.split("|") for line in (ROOT / "README.md").read_text().splitlines()]
+    shown = [(row[2].strip(), row[3].strip()) for row in rows if len(row) == 5]
+    picture = (ROOT / "docs/step.svg").read_text()
+    found = [c for c in read(ROOT / FOLDER / "layers.jsonl", Cell).values()
+             if c.case == "train-1b of 4 sequences"]  # fmt: skip
+    assert len(found) == 4
+    for one in found:
+        assert one.time_us and one.peak_mib and card(one.machine) == "NVIDIA H100 80GB HBM3"
+        time, memory = one.time_us / 1e3, f"{one.peak_mib / 1024:.1f}"
+        assert (f"{time:.0f}", memory) in shown
+        assert {f">{time:.1f}<", f">{memory}<"} <= {*re.findall(r">[\d.]+<", picture)}
