@@ -1,4 +1,4 @@
-# make demo | test | test-all | docs | lint | format | clean. Set-up happens by itself, once, in $(VENV).
+# make demo | test | test-all | docs | lint | format | setup | clean. Each installs by itself, once, in $(VENV), what it needs.
 #
 #   PYTHON=python3.12                    another interpreter (3.11 or newer)
 #   VENV=path                            another environment, made if it is not there
@@ -13,13 +13,15 @@ DEVICE ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),gpu,cpu)
 JOBS ?= 2
 
 BIN := $(abspath $(VENV))/bin
-# One stamp per device: a machine that gains a GPU installs what was missing.
-STAMP := $(VENV)/.installed-$(DEVICE)
+# One stamp per kind of set-up and device: a machine that gains a GPU installs what was missing.
+RUN := $(VENV)/.installed-$(DEVICE)
+DEV := $(RUN)-dev
+DOCS := $(RUN)-docs
 
 .PHONY: demo test test-all docs lint style types pytest format setup clean
 .DEFAULT_GOAL := test
 
-demo: $(STAMP)
+demo: $(RUN)
 	@bash scripts/demo.sh "$(BIN)"
 
 # Types are checked beside the tests: pyright takes one core for half a minute.
@@ -28,38 +30,35 @@ test: style
 
 lint: style types
 
-style: $(STAMP)
+style: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(STAMP)
+types: $(DEV)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # What is marked `slow` is left to `test-all`, which is for the night. By files, since what the tests
 # of a module share is made once in each worker that has some of them.
-pytest: $(STAMP)
+pytest: $(DEV)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow"
 
 test-all: style types
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
-# The site, in site/. Its tools are installed the first time, since nothing else needs them.
-docs: $(STAMP)-docs
+# The site, in site/.
+docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, by which warnings do not count
 
-$(STAMP)-docs: $(STAMP)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -e ".[docs]"
-	@touch $@
-
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-setup: $(STAMP)
+setup: $(DEV)
 
-$(STAMP): pyproject.toml setup.py scripts/setup.sh
-	@bash scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(DEVICE)" $(VENV_ARGS)
-	@touch $@
+# Each kind holds what it takes to run, so that a demo after a test installs nothing.
+$(RUN) $(DEV) $(DOCS): pyproject.toml setup.py scripts/setup.sh
+	@bash scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(DEVICE)" "$(patsubst -%,%,$(subst $(RUN),,$@))" $(VENV_ARGS)
+	@touch $(RUN) $@
 
 # Only the default environment: one that was named by VENV=... is yours.
 clean:

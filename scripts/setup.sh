@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# setup.sh PYTHON VENV cpu|gpu [venv arguments]: makes the environment and installs coda-agent into it, editable.
+# setup.sh PYTHON VENV cpu|gpu ''|dev|docs [venv arguments]: makes the environment and installs coda-agent into it, editable.
 # Safe to repeat: an environment that works is kept, and pip installs only what is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-python=$1 venv=$2 device=$3
-shift 3
+python=$1 venv=$2 device=$3 extras=$4
+shift 4
 
 say() { printf '[setup %4ds] %s\n' "$SECONDS" "$*"; }
 fail() {
@@ -32,19 +32,20 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     fi
 fi
 
-pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
+[ -z "$extras" ] || tools=", with the tools for $extras"
+wanted=()
 if [ "$device" = gpu ]; then
-    say "a GPU is here: installing coda-agent for CUDA 13, with the tools for development"
-    extras=cu13,dev
+    say "a GPU is here: installing coda-agent for CUDA 13${tools-}"
+    extras=cu13${extras:+,$extras}
 else
-    # First, and by its exact version: where pip is offered a CPU build (2.13.0+cpu), this takes it, while a plain
-    # `torch` would take the newest one with its gigabytes of CUDA libraries.
-    say "no GPU here: installing torch for the CPU"
-    "${pip[@]}" install -qq torch==2.13.0
-    say "installing coda-agent with the tools for development"
-    extras=dev
+    # By its exact version: where pip is offered a CPU build (2.13.0+cpu), this takes it, while a plain `torch` would
+    # take the newest one with its gigabytes of CUDA libraries.
+    say "no GPU here: installing coda-agent with torch for the CPU${tools-}"
+    wanted=(torch==2.13.0)
 fi
-"${pip[@]}" install -qq -e ".[$extras]"
+# Bytecode of what is never imported would take half a minute; Python makes the rest at the first import.
+"$venv/bin/python" -m pip --disable-pip-version-check --no-input install -qq --no-compile \
+    "${wanted[@]}" -e ".${extras:+[$extras]}"
 # Checkers of scripts elsewhere do not run the hook by which an editable install is imported.
 ln -sfn "$PWD/.typing/coda_agent" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/coda_agent-stubs"
 say "ready: $venv/bin/coda-agent"

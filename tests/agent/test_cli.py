@@ -416,7 +416,7 @@ def test_a_cache_that_cannot_be_written_is_said_first(
     assert found["name"] == "cache" and found["hint"].startswith(cache)
     assert "XDG_CACHE_HOME" in found["hint"]
     script, venv = Path(__file__).parents[2] / "scripts" / "setup.sh", where.root / "venv"
-    done = subprocess.run(["bash", script, sys.executable, venv, "cpu"], capture_output=True)
+    done = subprocess.run(["bash", script, sys.executable, venv, "cpu", ""], capture_output=True)
     assert done.returncode == 3 and done.stderr.startswith(f"setup: {cache}".encode())
     assert b"XDG_CACHE_HOME" in done.stderr and not venv.exists()
     monkeypatch.setenv("QUACK_CACHE_DIR", str(where.root / "cache"))
