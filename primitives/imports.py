@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 
 @functools.lru_cache(maxsize=1)
 def import_quack() -> None:
-    """Imports of quack what asks torch.compile for functions when it is imported.
+    """Imports of quack what asks torch.compile for something when it is imported.
 
-    quack 0.6.5 does so for quantisers (quack/blockscaled/quantize.py) that no epilogue of ours
-    calls, and torch imports Inductor when it is asked: 0.85 s of the 2.65 s of CPU time that
-    quack's imports take on 2 cores with torch 2.13. Here they are compiled at their first call.
+    quack 0.6.5 does so for quantisers, an autotuner and an operator that no epilogue of ours calls,
+    and torch imports Inductor and Dynamo when it is asked: 2.6 s of the 4.3 s of CPU time that
+    quack's imports take on 2 cores with torch 2.13. Here it is asked at their first call.
     """
     import torch
 
-    if "quack.blockscaled.quantize" in sys.modules:
+    if "quack.gemm_runtime.torch_op" in sys.modules:
         return
-    compiled = torch.compile
+    compiled, disabled, dynamo = torch.compile, torch.compiler.disable, _Dynamo("torch._dynamo")
+    torch.compile, torch.compiler.disable = _later(compiled), _later(disabled)
+    if "torch._dynamo" not in sys.modules:
+        torch.__dict__["_dynamo"] = dynamo
+    try:
+        import quack.gemm_runtime.torch_op  # noqa: F401
+    finally:
+        torch.compile, torch.compiler.disable = compiled, disabled
+        if torch.__dict__.get("_dynamo") is dynamo:
+            del torch.__dict__["_dynamo"]
 
-    @functools.wraps(compiled)  # quack looks at its parameters
+
+def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
+    """`decorate`, which a function of quack's is given to at its first call."""
+
+    @functools.wraps(decorate)  # quack looks at its parameters
     def later(function: Any = None, **options: Any) -> Any:
         if not getattr(function, "__module__", "").startswith("quack."):
-            return compiled(function, **options)  # another thread's
-        made = functools.lru_cache(maxsize=1)(lambda: compiled(function, **options))
+            return decorate(function, **options)  # another thread's
+        made = functools.lru_cache(maxsize=1)(lambda: decorate(function, **options))
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> Any:
@@ -33,8 +48,18 @@ def import_quack() -> None:
 
         return call
 
-    torch.compile = later
-    try:
-        import quack.blockscaled.quantize  # noqa: F401
-    finally:
-        torch.compile = compiled
+    return later
+
+
+class _Dynamo(ModuleType):
+    """torch._dynamo, which is imported for all but the mark that quack puts on one function."""
+
+    @staticmethod
+    def assume_constant_result(function: Any) -> Any:
+        function._dynamo_marked_constant = True  # what torch 2.13 does
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        import torch._dynamo
+
+        return getattr(torch._dynamo, name)
