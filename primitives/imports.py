@@ -60,6 +60,8 @@ class _Dynamo(ModuleType):
         return function
 
     def __getattr__(self, name: str) -> Any:
-        import torch._dynamo
+        import torch
 
-        return getattr(torch._dynamo, name)
+        if torch.__dict__.get("_dynamo") is self:
+            del torch.__dict__["_dynamo"]
+        return getattr(torch._dynamo, name)  # which torch imports now

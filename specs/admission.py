@@ -298,12 +298,16 @@ def _swallowed(
     # What a mask fills says nothing of the rest, of which the judge bounds each element.
     moved = {o: torch.stack([run[o] != truth[o] for run in everything]).any(0) for o in truth}
 
-    def distance(o: str, guess: torch.Tensor) -> float:
-        """Of a guess at an output, over what the judge allows."""
-        exact, own, off = (x[moved[o]] for x in (truth[o], rounded[o].double(), guess))
-        norm, own = exact.norm(), (own - exact).norm()
-        least = max(torch.finfo(rounded[o].dtype).eps, 2.0**-12)
-        return float((off - exact).norm() / norm / max(least, float(multiple * own / norm)))
+    held = dict[str, tuple[torch.Tensor, torch.Tensor, float]]()
+    for o in truth:
+        exact, own = (x[moved[o]] for x in (truth[o], rounded[o].double()))
+        norm, least = exact.norm(), max(torch.finfo(rounded[o].dtype).eps, 2.0**-12)
+        held[o] = exact, norm, max(least, float(multiple * (own - exact).norm() / norm))
+
+    def near(o: str, guess: torch.Tensor) -> bool:
+        """Whether the judge allows a guess at an output."""
+        exact, norm, allowed = held[o]
+        return float((guess[moved[o]] - exact).norm() / norm / allowed) <= 1
 
     for o, exact in truth.items():
         guesses = {"a constant": exact.mean().expand_as(exact)}
@@ -311,7 +315,7 @@ def _swallowed(
             if exact.shape[axis] > 1:
                 guesses[f"another {name}'s values"] = exact.roll(1, axis)
         for what, guess in guesses.items():
-            if exact.numel() > 1 and distance(o, guess) <= 1:
+            if exact.numel() > 1 and near(o, guess):
                 said = f"output {o!r} is within its tolerance of {what}; draw what moves it more"
                 return _hidden({o: exact}) or said
         if exact.ndim == 2 and min(exact.shape) > 2:
@@ -319,7 +323,7 @@ def _swallowed(
             if second < 1e-3 * first:
                 return f"output {o!r} is a column times a row: it needs no GEMM; return the factors"
     for x, runs in left_out.items():
-        if max(distance(o, run[o]) for run in runs for o in truth) <= 1:
+        if all(near(o, run[o]) for run in runs for o in truth):
             said = f"no output depends on {x!r} by more than its tolerance; draw larger ones"
             return _hidden(truth) or said
     return ""

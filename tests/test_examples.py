@@ -41,6 +41,7 @@ def test_a_model_trains_alike_by_kernels_and_by_pytorch(run: Callable[..., str])
     assert float(own[1]) < float(own[0]) and "kernels; left to PyTorch" in printed
 
 
+@pytest.mark.slow  # tests/agent/test_mcp.py takes the same way, over MCP
 def test_an_agent_mends_a_candidate_and_submits_it(run: Callable[..., str], tmp_path: Path) -> None:
     wrong, _, mended = run("agent_at_the_bench.py").partition("> edit_candidate")
     assert "FAILED at numerics" in wrong and "`maximum(acc, 0) · acc` is due" in wrong

@@ -118,6 +118,7 @@ def spec_of(outputs: dict[str, str], body: list[str]) -> Spec:
 @pytest.mark.parametrize(
     ("program", "outputs", "body"), CASES, ids=[f"{p.name}{i}" for i, (p, *_) in enumerate(CASES)]
 )
+@pytest.mark.one_in(2)
 def test_as_pytorch_spells_it(program: Program, outputs: dict[str, str], body: list[str]) -> None:
     made = spec_of(outputs, body)
     programs = verdicts.composed(made)

@@ -243,6 +243,7 @@ def test_a_bad_candidate_fails_its_gate_with_one_line(
         (("d = acc", 'return {"D": d, "O": d}'), "static"),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_a_refusal_is_replayed_byte_for_byte(spec: Spec, body: tuple[str, ...], gate: str) -> None:
     text = candidate(*body).replace("import ", "import maximum, to_bfloat16, ", 1)
     gates = ("static", "compile", "numerics")

@@ -26,7 +26,7 @@ def test_shapes_are_read() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_is_as_right_as_pytorchs(
     case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

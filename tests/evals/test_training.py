@@ -139,7 +139,7 @@ def test_the_kernels_of_attention_are_named() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * ("2 GPUs" in name))
+        pytest.param(name, marks=[pytest.mark.slow] * ("2 GPUs" in name or "fp8" in name))
         for name in CASES
         if name not in ("train-1b", "train-1b fp8")
     ],

@@ -97,6 +97,7 @@ LOSSES = [capped, cooled, proximal, of_last, turned, turned_and_shifted, unlikel
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: x.__name__)
+@pytest.mark.one_in(2)
 def test_a_loss_that_shifts_or_turns_logits_has_them_some_rows_at_a_time(loss: Any) -> None:
     assert "its loss are computed 128 rows at a time" in check(loss, fuse(loss))
 

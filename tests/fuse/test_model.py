@@ -61,6 +61,7 @@ def gradients(model: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.one_in(2)
 def test_it_trains_as_near_to_float64_as_pytorch(make: Any) -> None:
     model, truth = make(), make().double()
     (own, before), (_, exact) = gradients(model), gradients(truth)
@@ -92,6 +93,7 @@ def test_a_mode_is_torch_compiles() -> None:
     assert abs(gradients(model)[0].loss - gradients(plain)[0].loss) < 1e-3
 
 
+@pytest.mark.slow  # test_fp8.py trains such a model
 def test_fp8_is_another_result_and_the_head_stays() -> None:
     model, plain = llama(), llama()
     report = apply_coda_kernels_to_llama(model, fp8=True)
@@ -119,6 +121,7 @@ def test_revert_copies_and_pickles_are_the_model_as_it_was() -> None:
         report.revert()
 
 
+@pytest.mark.slow  # test_mutations.py changes modules, too
 def test_a_change_after_the_first_call_is_followed() -> None:
     """Weights, hooks and adapters: what Dynamo guards."""
     model, plain = llama(), llama()

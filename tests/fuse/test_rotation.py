@@ -143,6 +143,7 @@ def test_what_looks_like_a_rotation_is_right(turned: Any, permuted: bool) -> Non
 
 
 @pytest.mark.parametrize("width", [96, 256])
+@pytest.mark.one_in(2)
 def test_heads_of_a_width_that_no_kernel_rotates_are_right(width: int) -> None:
     args = given(width, 4, 2, biased=False, permuted=True)
     shown = compared(attention(by_chunks, width, permuted=True), args)

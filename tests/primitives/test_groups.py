@@ -148,7 +148,7 @@ def _traced(function) -> Program:
     ],
     ids=["every", "halves", "unfused", "blackwell"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("fresh_cache")
 def test_it_compiles(program: Program, arch: str, config: TileConfig) -> None:
     stored = {"first": "float32"} if program is every else {}

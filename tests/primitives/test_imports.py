@@ -5,7 +5,7 @@ import sys
 
 QUACK = """
 import sys, torch
-from coda_agent.primitives.imports import import_quack
+from coda_agent.primitives.imports import _Dynamo, import_quack
 asked = []
 torch.compile = lambda function, *, recompile_limit=8, **options: asked.append(function) or function
 given = torch.compile, torch.compiler.disable
@@ -14,6 +14,9 @@ import coda_agent.primitives.stores
 assert asked == [] and given == (torch.compile, torch.compiler.disable)
 assert not {"torch._inductor", "torch._dynamo", "sympy"} & set(sys.modules)
 assert "_dynamo" not in vars(torch)
+torch.__dict__["_dynamo"] = _Dynamo("torch._dynamo")
+assert torch._dynamo.config.recompile_limit > 0
+assert torch._dynamo is sys.modules["torch._dynamo"]
 from quack.blockscaled import quantize
 x = torch.randn(4, 64).bfloat16()
 for one, other in zip(quantize.to_mx_compiled(x), quantize.to_mx(x), strict=True):
@@ -25,7 +28,7 @@ from quack.gemm_runtime import torch_op
 assert torch_op.default_config._dynamo_marked_constant
 ran = []
 autotuner.Autotuner.check_disk_cache(None, (), (), lambda: ran.append(0))
-assert ran == [0] and torch._dynamo.config.recompile_limit > 0
+assert ran == [0]
 """
 
 

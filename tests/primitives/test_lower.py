@@ -180,7 +180,7 @@ def demo_programs(name: str) -> tuple[Program, ...]:
 @pytest.mark.parametrize(
     "program", [gated, statistics, masked, rotated, transcendental], ids=lambda p: p.name
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_compiles_for_hopper(program: Program) -> None:
     found = built(program, "sm_90a")
     assert 0 < found["registers"] <= 255
@@ -266,7 +266,7 @@ def test_wide_tiles_of_208_columns_hardly_spill() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 @pytest.mark.parametrize("program", [widened, accumulating], ids=lambda p: p.name)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_wide_added_and_tabled_compile_for_blackwell(program: Program, arch: str) -> None:
     assert built(program, arch)["mma_instructions"] > 0
 
@@ -387,6 +387,7 @@ def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, s
     assert len(re.findall(rf"{re.escape(store)} desc\[\w+\]\[[^]]+\], RZ ;", text)) == 1
 
 
+@pytest.mark.slow  # each by itself is above
 def test_selecting_reducing_and_storing_pairs_at_once() -> None:
     @epilogue(D=Tile, E=Tile, t=RowGather, lse=RowLogSumExp, g=ColSum)
     def program(acc, y: ColIndex, r: ColVector):

@@ -305,6 +305,7 @@ OPCHECK = (
 
 
 @pytest.mark.parametrize("name", dir(generated))
+@pytest.mark.one_in(3)
 def test_operators_of_a_public_kernel(name: str) -> None:
     kernel = getattr(generated, name)
     firsts = {op: key for key, op in reversed(kernel.ops.items())}

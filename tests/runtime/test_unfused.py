@@ -79,6 +79,7 @@ def _forgotten(fresh_cache: None) -> Iterator[None]:
     [(p, c) for p in (all_reductions, paired, widened) for c in unfused_forms(p)],
     ids=lambda x: x.label if isinstance(x, TileConfig) else x.name,
 )
+@pytest.mark.one_in(2)
 def test_every_kind_compiles_into_wide_accesses(program: Program, config: TileConfig) -> None:
     found = built(program, config=config)
     text = sass(Path(found["object"]))

@@ -445,6 +445,7 @@ class Thinker:
 
 @pytest.mark.parametrize("cap", [1.0, 3.0])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(3)
 def test_a_model_can_use_its_cap(where: Any, serve: Any, model: str, cap: float) -> None:
     """Nine tenths at least and never more, up to a last turn that it is told of."""
     server = serve(Thinker())

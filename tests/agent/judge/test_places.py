@@ -59,6 +59,7 @@ ROW, COLUMN = "row_index(acc)", "column_index(acc)"
         f"acc * r + maximum({ROW} - 4096.0, 0.0)",
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_program_that_is_wrong_further_out_is_refused(expression: str) -> None:
     (message,) = faults(scaled(), expression)
     assert "O is another function of the inputs" in message
