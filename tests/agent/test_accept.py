@@ -408,6 +408,7 @@ def delete_staged(where: Workspace, kernel: Path) -> None:
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("edit", [lambda w, k: k.write_text("mine"), edit_staged, delete_staged])
+@pytest.mark.one_in(3)
 def test_what_is_not_committed_is_not_overwritten(
     where: Workspace, edit: Callable[[Workspace, Path], object], again: bool, ignored: bool
 ) -> None:
@@ -611,6 +612,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("again", [True, False])
+@pytest.mark.one_in(2)
 def test_killed_anywhere(where: Workspace, tmp_path: Path, again: bool) -> None:
     """Kills a real process before its n-th step, for every n: HEAD holds the old kernel or the new
     one, whole, what is staged beside it stays so, git shows what else is in its place, and the same

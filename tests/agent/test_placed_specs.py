@@ -28,6 +28,7 @@ def spec_of(body: str) -> Spec:
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.one_in(2)
 def test_it_is_admitted_composed_and_right(name: str) -> None:
     made = spec_of(BODIES[name])
     programs = verdicts.composed(made)

@@ -99,6 +99,7 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.one_in(2)
 def test_a_change_of_a_module_is_followed(change: str) -> None:
     layer = Layer()
     fused, x = fuse(layer), drawn(M, K)

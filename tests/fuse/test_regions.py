@@ -21,6 +21,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(16))
+@pytest.mark.one_in(2)
 def test_a_cut_is_right_or_its_function_is_left_by_name(seed: int) -> None:
     cell = tried(1, seed)
     assert cell["layer"] == "right", cell

@@ -95,6 +95,7 @@ def rotates(shown: Shown) -> bool:
         (by_slices, 128, 4, 1, False, False),  # one head has no columns beside its own
     ],
 )
+@pytest.mark.one_in(2)
 def test_rotated_queries_and_keys_and_values_are_one_kernel(
     turned: Any, width: int, heads: int, kv: int, biased: bool, permuted: bool
 ) -> None:

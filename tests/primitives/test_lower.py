@@ -266,7 +266,7 @@ def test_wide_tiles_of_208_columns_hardly_spill() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 @pytest.mark.parametrize("program", [widened, accumulating], ids=lambda p: p.name)
-@pytest.mark.one_in(6)
+@pytest.mark.slow  # test_compiles_for_blackwell keeps one
 def test_wide_added_and_tabled_compile_for_blackwell(program: Program, arch: str) -> None:
     assert built(program, arch)["mma_instructions"] > 0
 
@@ -307,6 +307,7 @@ def test_other_launch_forms_compile_to_other_kernels() -> None:
     assert all(f["mma_instructions"] > 0 and f["local_stores"] == 0 for f in found)
 
 
+@pytest.mark.slow  # k in parts is compiled below
 def test_k_is_split_only_where_each_part_has_enough_of_it() -> None:
     import quack.cache
 

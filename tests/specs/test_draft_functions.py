@@ -69,7 +69,7 @@ def example(text: str) -> tuple[str, Example]:
     return name, Example(axes, dtype or ("T" if axes else "float32"))
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_models_function_is_composed_as_given(name: str) -> None:
     path = Path(FILES[name])
