@@ -93,7 +93,6 @@ def test_a_mode_is_torch_compiles() -> None:
     assert abs(gradients(model)[0].loss - gradients(plain)[0].loss) < 1e-3
 
 
-@pytest.mark.slow  # test_fp8.py trains such a model
 def test_fp8_is_another_result_and_the_head_stays() -> None:
     model, plain = llama(), llama()
     report = apply_coda_kernels_to_llama(model, fp8=True)
