@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,18 +14,16 @@ from torch import fx
 
 from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
+from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.regions import Region, described
 from coda_agent.fuse.timing import Inductor, fastest
 from coda_agent.fuse.verify import distance, drawn, operands_of
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.imports import import_quack
-from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.program_operator import function_of, with_tiles
 
-SOURCES = "fuse", "agent/authors", "primitives", "runtime", "generated"
-"""The folders that compose and run a kernel, by which a verdict holds."""
 _ROUNDS = 9
 """How often each of a kernel's tiles is timed."""
 _SAME = 1e-2
@@ -60,10 +56,7 @@ def untimed(place: Around, kernel: Kernel, device: torch.device) -> bool:
 
 
 def _path(place: Around, kernel: Kernel, device: torch.device) -> Path:
-    where = torch.cuda.get_device_name(device), torch.__version__
-    parts = described(place.part), kernel.text, where, fingerprint(*SOURCES)
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    return user_cache() / "regions" / f"{digest}.json"
+    return path_of("times", described(place.part), kernel.text, torch.cuda.get_device_name(device))
 
 
 def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str]:
@@ -115,18 +108,3 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
     with suppress(MachineError):  # the clocks disagree
         return with_tiles(text, shape, ranked(runs, _ROUNDS, clock)[0][0])
     return text
-
-
-def remembered(path: Path) -> dict[str, str]:
-    """What was kept in a file; nothing where there is none that can be read."""
-    try:
-        known = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) and {"text", "loss", "times"} <= known.keys() else {}
-
-
-def remember(path: Path, known: Mapping[str, str]) -> None:
-    """Keep it in a file for `remembered`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(known))

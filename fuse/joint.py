@@ -20,15 +20,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.around import Around, alone, around
 from coda_agent.fuse.build import build
-from coda_agent.fuse.choice import SOURCES, timed, untimed
+from coda_agent.fuse.choice import timed, untimed
 from coda_agent.fuse.hints import hinted
+from coda_agent.fuse.kept import SOURCES
 from coda_agent.fuse.kernels import Kernel, chosen
 from coda_agent.fuse.nodes import PRODUCTS
 from coda_agent.fuse.regions import described
 from coda_agent.fuse.replace import replace_regions
 from coda_agent.fuse.rules import prepare, spell_logsumexp
 from coda_agent.fuse.show import Shown, shown
-from coda_agent.fuse.verify import fault
+from coda_agent.fuse.verify import known_fault
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import fingerprint
 from coda_agent.runtime.function import supported
@@ -117,7 +118,8 @@ def _judged(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str
     if (key := _key(place, kernel)) not in _JUDGED:
         try:
             found = timed(place, kernel, device) if device.type == "cuda" else kernel
-            reason = found if isinstance(found, str) else fault(place.region, found.text, device)
+            text = None if isinstance(found, str) else found.text
+            reason = found if text is None else known_fault(place.region, text, device)
             _JUDGED[key] = reason or found
         except CodaError as error:  # sizes that no kernel takes
             _JUDGED[key] = error.message

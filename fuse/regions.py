@@ -24,6 +24,7 @@ from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.agent.authors.composer.subgraph import compose_graph
+from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.nodes import (
     PRODUCTS,
     SHORT,
@@ -199,16 +200,35 @@ def composed(part: fx.Graph) -> Composition | Refusal:
     """Compose a graph, or take what was composed of one alike: layers of a model are."""
     nodes, text = [*part.nodes], described(part)
     if text not in _COMPOSED:
-        try:
-            _COMPOSED[text] = nodes, compose_graph(part)
-        except Refusal as refusal:
-            _COMPOSED[text] = nodes, refusal
+        _COMPOSED[text] = nodes, _composed(part, nodes, text)
     known, result = _COMPOSED[text]
     names = dict(zip(known, nodes, strict=True))
     if isinstance(result, Composition):
         return renamed(result, names)
     node = None if result.node is None else names.get(result.node)
     return Refusal(result.message, result.hint, node, result.output)
+
+
+def _composed(part: fx.Graph, nodes: Sequence[fx.Node], text: str) -> Composition | Refusal:
+    """Compose a graph; on a GPU what comes out is kept in the user's cache."""
+    path = path_of("composition", text) if _is_kept(nodes) else None
+    if path and (found := remembered(path, nodes)):
+        return found if isinstance(found, Composition) else Refusal(*found)
+    try:
+        result = compose_graph(part)
+        found = result
+    except Refusal as refusal:
+        result = refusal
+        found = refusal.message, refusal.hint, refusal.node, refusal.output
+    if path:
+        remember(path, found, nodes)
+    return result
+
+
+def _is_kept(nodes: Sequence[fx.Node]) -> bool:
+    """Whether all values are on a GPU; those of sizes that are symbols are nowhere (`hinted`)."""
+    values = [x for x in (node.meta.get("val") for node in nodes) if isinstance(x, torch.Tensor)]
+    return {x.device.type for x in values} == {"cuda"}
 
 
 _COMPOSED: dict[str, tuple[list[fx.Node], Composition | Refusal]] = {}

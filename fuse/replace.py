@@ -41,8 +41,8 @@ def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
                 results |= _call(graph, step, texts[step], results, symbols)
         elif step.op not in ("placeholder", "output"):
             end.prepend(step)
-    for region in known.regions:
-        for node in reversed([node for node in graph.nodes if node in region.nodes]):
+    for node in reversed(graph.nodes):
+        if node in taken:
             graph.erase_node(node)
     _evaluate(graph)
     for node in readers:

@@ -12,15 +12,47 @@ from torch import fx
 from coda_agent.agent.authors.composer.check import run_exactly
 from coda_agent.agent.authors.composer.retrace import plain
 from coda_agent.fuse.around import alone
+from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.kernels import arguments
 from coda_agent.fuse.nodes import ancestors, entered, evaluate
-from coda_agent.fuse.regions import Region
+from coda_agent.fuse.regions import Region, described
 from coda_agent.primitives.imports import import_quack
+from coda_agent.runtime.program_operator import function_of
 
 _WORSE = 2.0
 """How many times PyTorch's own error a kernel's result may have, beside a rounding."""
 _LARGE, _PART = 2**29, 2**24
 """From so many elements on the truth is taken in float32; elements compared at once."""
+
+
+def known_fault(region: Region, text: str, device: torch.device) -> str:
+    """Say what `fault` does; of a GPU it is kept in the user's cache by the region with its sizes,
+    the kernel with its tile, the card, how PyTorch multiplies, and the versions."""
+    if device.type != "cuda":
+        return fault(region, text, device)
+    function, extents = function_of(text), region.local.extents
+    shape = int(extents["M"]), int(extents["N"]), int(extents["K"])
+    tile = function.choose(*shape, function.types[0], None)
+    values = [node.meta.get("val") for node in region.part.nodes]
+    sizes = [tuple(x.shape) for x in values if isinstance(x, torch.Tensor)]  # symbols' hints
+    path = path_of(
+        "numbers",
+        *(described(region.part), str(sizes), text, str(tile)),
+        *(torch.cuda.get_device_name(device), _multiplication()),
+    )
+    if not isinstance(found := remembered(path), str):
+        found = fault(region, text, device)
+        remember(path, found)
+    return found
+
+
+def _multiplication() -> str:
+    """How PyTorch multiplies on a GPU, beside whose errors a kernel's stand."""
+    by = torch.backends.cuda
+    short = by.matmul.allow_fp16_reduced_precision_reduction
+    return (
+        f"{short} {by.matmul.allow_bf16_reduced_precision_reduction} {by.preferred_blas_library()}"
+    )
 
 
 def fault(region: Region, text: str, device: torch.device) -> str:
