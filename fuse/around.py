@@ -72,7 +72,8 @@ def around(known: Cut, region: Region) -> Around:
     """Find what reads a region's results pointwise, or sums them, and no product is."""
     others = Cut(known.graph, [other for other in known.regions if other is not region])
     taken = {node for other in others.regions for node in other.nodes}
-    needed, first = ancestors(region.inputs), min(region.nodes)
+    first = min(region.nodes)
+    needed = ancestors(region.inputs, first)
     found, pending = set(region.nodes), [user for node in region.outputs for user in node.users]
     while pending:
         node = pending.pop(0)
