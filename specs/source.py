@@ -22,9 +22,8 @@ from typing import Any
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.suggest import near_matches
 
-_OWN = frozenset(
-    "collections dataclasses enum functools itertools math numbers operator torch typing".split()  # noqa: SIM905
-)
+_OWN = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math",
+        "numbers", "operator", "torch", "typing"}  # fmt: skip
 """Modules that a reference may import."""
 _PLACED = "coda_agent.primitives.placed"
 """Where the numbers are that a kernel draws by a counter."""

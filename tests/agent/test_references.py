@@ -12,7 +12,7 @@ from coda_agent.agent.execution import confinement
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.draft import Example
-from coda_agent.specs.source import extracted
+from coda_agent.specs.source import extracted, reached
 
 MODULE = """\
 import pathlib
@@ -217,6 +217,13 @@ def test_a_reference_that_is_no_function_is_not_admitted(name: str) -> None:
     with pytest.raises(SpecError) as caught:
         references.admitted(toy(top, body))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_reference_of_a_file_with_late_annotations_is_admitted() -> None:
+    spec = toy("from typing import Any", "one: Any = 1")
+    late = spec.reference_source.replace("import torch", "from __future__ import annotations", 1)
+    late = late.replace("import Any\n", "import Any\nimport torch\n")
+    assert late.startswith("from __future__") and reached(late) is None
 
 
 def test_what_a_reference_replaced_is_gone_with_it() -> None:
