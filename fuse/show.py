@@ -44,14 +44,14 @@ class Shown(BaseModel):
         graph: The function's calls of ATen, one a line.
         notes: What rules changed.
         steps: The plan.
-        eager: All calls of the function together.
+        apart: All calls of the graph, each by itself: PyTorch may have one for several of them.
         kernels: Of each kernel its text, and its program as data.
     """
 
     graph: list[str]
     notes: list[str]
     steps: list[Cost]
-    eager: Cost
+    apart: Cost
     kernels: list[tuple[str, dict[str, Any]]]
 
     def total(self) -> Cost:
@@ -81,12 +81,12 @@ def shown(known: Cut, kernels: Mapping[Region, Kernel], notes: list[str]) -> Sho
         graph=[f"{n.format_node()}  # {[*n.meta['val'].shape]}" for n in nodes if _has_value(n)],
         notes=notes,
         steps=steps,
-        eager=Cost(
-            step="eager",
+        apart=Cost(
+            step="apart",
             bytes=sum(c.bytes for c in whole),
             launches=len(whole),
             floor_us=sum(c.floor_us for c in whole),
-            what="each call by itself",
+            what="each call of the graph by itself",
         ),
         kernels=[
             (module_text("A kernel of a plan.", ("A", "B"), [x.rewritten]), x.program.to_dict())
@@ -102,7 +102,7 @@ def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[
     yield "rules that fired", [(note,) for note in found.notes]
     rows = [
         (c.step, f"{c.bytes / 1e6:.1f} MB", c.launches, f"{c.floor_us:.1f} us", c.what)
-        for c in (*found.steps, found.total(), found.eager)
+        for c in (*found.steps, found.total(), found.apart)
     ]
     yield "plan, with bytes, launches and an H200's roofline", rows
 

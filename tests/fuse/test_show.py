@@ -33,7 +33,7 @@ def test_explain_shows_a_functions_plan_and_its_bytes(tmp_path: Path) -> None:
     moved = 2 * (512 * 1024 + 2048 * 1024 + 512 * 2048 + 2048) + 2 * 512 * 2048 + 4 * 512
     assert steps[0]["bytes"] == moved
     assert steps[3]["what"].startswith("gemm_rmsnorm, accepted")
-    assert sum(s["bytes"] for s in steps) < found["eager"]["bytes"]
+    assert sum(s["bytes"] for s in steps) < found["apart"]["bytes"]
     assert steps[3]["floor_us"] == pytest.approx(
         1e6 * max(2 * 512 * 256 * 2048 / 990e12, steps[3]["bytes"] / 4.8e12)
     )
