@@ -220,20 +220,17 @@ def draw(cells: Sequence[Cell], path: Path) -> Path:
 
 
 def _bars(pyplot: Any, timed: Sequence[Cell]) -> Any:
-    figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(9, 1 + 0.4 * len(timed)))
-    names = [cell.contender for cell in reversed(timed)]
-    for panel, unit, found in (
-        (panels[0], "ms", [(cell.time_us or 0) / 1e3 for cell in reversed(timed)]),
-        (
-            panels[1],
-            "GiB beyond what was there",
-            [(cell.peak_mib or 0) / 1024 for cell in reversed(timed)],
-        ),
+    figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(9, 1 + 0.4 * len(timed)))
+    rows = timed[::-1]  # the first stands on top
+    colors = ["tab:green" if cell.contender == OURS else "tab:gray" for cell in rows]
+    for panel, label, widths in (
+        (left, "ms", [(cell.time_us or 0) / 1e3 for cell in rows]),
+        (right, "GiB beyond what was there", [(cell.peak_mib or 0) / 1024 for cell in rows]),
     ):
-        colors = ["tab:green" if name == OURS else "tab:gray" for name in names]
-        panel.bar_label(panel.barh(names, found, color=colors), fmt="%.1f", padding=3)
+        bars = panel.barh([cell.contender for cell in rows], widths, color=colors)
+        panel.bar_label(bars, fmt="%.1f", padding=3)
         panel.margins(x=0.15)
-        panel.set_xlabel(unit)
+        panel.set_xlabel(label)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{timed[0].case}, {timed[0].regime}, {card(timed[0].machine)}")
     return figure
