@@ -56,7 +56,7 @@ class _Dynamo(ModuleType):
 
     @staticmethod
     def assume_constant_result(function: Any) -> Any:
-        function._dynamo_marked_constant = True  # what torch 2.13 does
+        function._dynamo_marked_constant = True  # as torch 2.11 and 2.13 do
         return function
 
     def __getattr__(self, name: str) -> Any:
