@@ -1,29 +1,50 @@
-"""Tests of evals/clocks.py: times by the host's clock, on a CPU."""
+"""Tests of evals/clocks.py: times by the host's clock, here a clock that calls alone turn."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
 
 from coda_agent.agent.judge.samples import speedup
+from coda_agent.evals import clocks
 from coda_agent.evals.clocks import BURST, LEAST_CALLS, LOOPS, MOST_CALLS, host, loop
 
-
-def counting(seconds: float, seen: list[int]) -> Callable[[int], None]:
-    return lambda i: (seen.append(i), time.sleep(seconds))[1]
+Counting = Callable[[int, list[int]], Callable[[int], None]]
 
 
-def test_loops_are_shorter_where_calls_take_long() -> None:
-    slow, fast = list[int](), list[int]()
-    found = loop({"slow": counting(2e-3, slow), "fast": counting(5e-6, fast)}, 0, "cpu")
-    assert 2e3 <= found["slow"].median_us < 4e3 and 5 <= found["fast"].median_us < 2e3
-    assert len(slow) <= LEAST_CALLS + LOOPS * 10  # 20 ms at 2 ms a call
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """Make a call that takes so many microseconds and notes what it was called with."""
+    now = [0]
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+
+    def make(us: int, seen: list[int]) -> Callable[[int], None]:
+        def call(i: int) -> None:
+            seen.append(i)
+            now[0] += us * 1000
+
+        return call
+
+    return make
+
+
+def test_loops_are_shorter_where_calls_take_long(counting: Counting) -> None:
+    slow, fast, between = list[int](), list[int](), list[int]()
+    calls = {"slow": (10_000, slow), "between": (1_000, between), "fast": (5, fast)}
+    found = loop({name: counting(*what) for name, what in calls.items()}, 0, "cpu")
+    assert {name: times.times_us for name, times in found.items()} == {
+        name: (us,) * LOOPS for name, (us, _) in calls.items()
+    }
+    assert len(slow) == LEAST_CALLS + LOOPS * LEAST_CALLS
+    assert len(between) == LEAST_CALLS + LOOPS * 20  # 20 ms at 1 ms a call
     assert len(fast) == LEAST_CALLS + LOOPS * MOST_CALLS
-    assert speedup(found["fast"], found["slow"]).low > 1
+    assert speedup(found["fast"], found["slow"]).ratio == 2000
 
 
-def test_calls_are_timed_until_they_return() -> None:
+def test_calls_are_timed_until_they_return(counting: Counting) -> None:
     seen = list[int]()
-    found = host({"one": counting(1e-3, seen)}, 4, "cpu")["one"]
-    assert len(found.times_us) == 4 and len(seen) == (4 + 2) * BURST
-    assert 1e3 <= found.median_us < 5e3
+    found = host({"one": counting(3, seen)}, 4, "cpu")["one"]
+    assert found.times_us == (3,) * 4
+    assert len(seen) == (4 + 2) * BURST  # two bursts warm up

@@ -86,10 +86,12 @@ def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[
             return ok(probe(job))
         case "about":
             nice = os.getpriority(os.PRIO_PROCESS, 0)
-            return ok({"environment": dict(os.environ), "niceness": nice, "folder": os.getcwd()})
+            place = {"folder": os.getcwd(), "pid": os.getpid()}
+            return ok({"environment": dict(os.environ), "niceness": nice, **place})
     return ok(job.get("value"))
 
 
 if __name__ == "__main__":
+    time.sleep(float(os.environ.get("FAULTY_START_S", "0")))
     LIMITS.take()
     serve(handle)
