@@ -12,7 +12,7 @@ from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives import activations
 from coda_agent.primitives.operation import OPS
 
-_FUNCTIONS = ("silu", "gelu_tanh", "gelu_erf", "hard_swish", "sigmoid", "tanh")
+_FUNCTIONS = ("mish", "silu", "gelu_tanh", "gelu_erf", "hard_swish", "sigmoid", "tanh")
 # Points an unnamed function of one value is compared at, and how far it may be off.
 _POINTS = (-9.0, -3.3, -1.7, -0.6, -0.2, 0.3, 0.9, 2.1, 5.2)
 _CLOSE = 1e-10

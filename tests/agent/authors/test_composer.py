@@ -44,6 +44,7 @@ from coda_agent.primitives import (
     interleave,
     leaky_relu,
     maximum,
+    mish,
     pairs,
     relu,
     sigmoid,
@@ -435,6 +436,12 @@ CASES = [
         {"O": Tile},
         MM + "return {'O': F.hardswish(D)}",
         MM + "return {'O': F.hardsigmoid(D) * D}",
+    ),
+    *spelled(
+        lambda acc: {"O": mish(acc)},
+        {"O": Tile},
+        MM + "return {'O': F.mish(D)}",
+        MM + "return {'O': D * torch.tanh(F.softplus(D))}",
     ),
     *spelled(
         lambda acc: {"O": softplus(acc)},
