@@ -51,7 +51,10 @@ def parse(text: str) -> ast.Module:
                 if not opened:
                     message = f"not Python: {token.string!r} closes nothing"
                     raise _error(message, line, "take it out, or open it before")
-                opened.pop()
+                bracket, opened_in = opened.pop()
+                if bracket + token.string not in ("()", "[]", "{}"):
+                    message = f"not Python: {bracket!r} is closed by {token.string!r}"
+                    raise _error(message, opened_in, "close it before")
             if tokens > _MAX_TOKENS or len(opened) > _MAX_BRACKETS:
                 raise _error(
                     "this statement is too long or too deep", line, "give parts of it names"

@@ -123,16 +123,17 @@ def told(outcome: "Outcome") -> str:
         seed, _, rest = verdict.replay.removeprefix("seed ").partition(", ")
         line = f"replay: coda-agent check {outcome.run / 'kernel.py'}"
         lines.append(line + f" --seed {seed}" * bool(seed) + f" ({rest})" * bool(rest))
-    lines += [sentence(outcome), *filter(None, [outcome.remark])]
+    lines += [sentence(outcome, shown=True), *filter(None, [outcome.remark])]
     return "\n".join(lines)
 
 
-def sentence(outcome: "Outcome") -> str:
-    """What became of a candidate, on one line."""
+def sentence(outcome: "Outcome", *, shown: bool = False) -> str:
+    """Say what became of a candidate, on one line; of findings that are `shown` the gate."""
     verdict, before = outcome.verdict, outcome.before
     if not outcome.passed:
         gates = verdict.gates if verdict else []
-        found = "; ".join(f"{g.name}: {g.findings[0].message}" for g in gates if g.findings)
+        failed = [gate for gate in gates if gate.findings]
+        found = "; ".join(g.name if shown else f"{g.name}: {g.findings[0].message}" for g in failed)
         word = "revoked" if outcome.level == "revoked" else outcome.reason or "refused"
         cost = f"; {outcome.cost}" * bool(outcome.cost)
         return f"{outcome.kernel}: {word}{': ' * bool(found)}{found}{cost} (run: {outcome.run})"

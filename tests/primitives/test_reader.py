@@ -160,6 +160,7 @@ def kernel(acc):
     [
         ("x = maximum(acc, (acc)", "not Python: '(' is never closed", "close it"),
         ("x = maximum(acc, acc))", "not Python: ')' closes nothing", "take it out, or open it before"),
+        ("x = maximum(acc, acc]", "not Python: '(' is closed by ']'", "close it before"),
         ("x = interleave(*rotate(acc, acc, acc, acc))", "* does not unpack here", "write u, v = rotate(...)"),
         ("x = acc.relu()", "a value has no methods", "write relu(...)"),
         ("x = acc ** 2", "not in the candidate language", "write x * x, or power(x, y)"),
