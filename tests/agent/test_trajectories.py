@@ -47,7 +47,7 @@ def attempts(events: list[Event]) -> list[tuple[Any, ...]]:
     return [x for x in first if x[0] not in ON_A_GPU]
 
 
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_a_trajectory_gets_the_verdicts_it_got(where: workspace.Workspace, run: Path) -> None:
     events = read_events(run / "events.jsonl")
