@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.compare import (
@@ -141,7 +142,7 @@ def make_case(
     """
     import torch
 
-    from coda_agent.specs import draw_inputs, run_reference
+    from coda_agent.specs import draw_inputs
 
     seed = secrets.randbits(62) if seed is None else seed
     types = dict.fromkeys(spec.types, element)
@@ -149,6 +150,48 @@ def make_case(
     if structure:
         generator = torch.Generator(device).manual_seed(seed + 1)
         inputs |= structure.change(inputs, spec, generator, factor)
+    truth, plain, rounds = _ways(spec, inputs, binding, device)
+    dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
+    if structure:
+        truth = {o: t for o, t in truth.items() if _in_range(t, plain[o], dtypes[o], structure)}
+        plain = {o: _settled(plain[o], t) for o, t in truth.items()}
+    errors = {o: measure(plain[o], t) for o, t in truth.items()}
+    for o, error in errors.items():
+        if structure is None and spec.has_baseline and error.norm > BASELINE_LIMIT:
+            raise SpecError(
+                f"{spec.path}: the baseline's {o} is {error.norm:.2e} of its norm away from "
+                "the reference"
+            )
+    held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items() if o in truth}
+    draw = _Draw(spec, binding, inputs, truth, dtypes, held, seed)
+    runs = [draw.disturbed(i) for i in range(probes)]
+    # Where the reference rounds and computes on, a tie may fall to either side.
+    jumps = {o: largest_change(truth[o], [r[o] for r in runs]) for o in truth if rounds}
+    bounds = {
+        o: bound(e, spec.dtype_of(o, types), spec.tolerance.multiple, draw.addend(o, jumps.get(o)))
+        for o, e in errors.items()
+    }
+    allowed = draw.allowed(runs) if probes else {}
+    rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
+    rounding |= {o: rounding[o] + jump for o, jump in jumps.items() if o in rounding}
+    settled, exact = set[str](), list[str]()
+    for o in _representable(spec, inputs, binding, truth) if structure and structure.exact else ():
+        settled.add(o)
+        if draw.settle(o, allowed):
+            rounding[o] = allowed[o]
+            exact.append(o)
+    certain = partial(draw.certain, probes, bounds, rounding, settled) if probes else dict
+    return Case(
+        inputs, truth, bounds, errors, allowed, rounding, sizes, structure, tuple(exact), certain
+    )
+
+
+def _ways(
+    spec: Spec, inputs: Inputs, binding: Mapping[str, str], device: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+    """Compute outputs exactly and as a user would, and say whether the reference rounds."""
+    from coda_agent.specs import run_reference
+
     called = set[object]()
 
     def noted(function: object, _: object, result: Any) -> Any:
@@ -161,87 +204,99 @@ def make_case(
     except SpecError:
         # A baseline may refuse a shape that is checked; the reference takes it.
         plain = run_reference(spec, inputs, binding=binding)
-    dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
-    if structure:
-        truth = {o: t for o, t in truth.items() if _in_range(t, plain[o], dtypes[o], structure)}
-        plain = {o: _settled(plain[o], t) for o, t in truth.items()}
-    errors = {o: measure(plain[o], t) for o, t in truth.items()}
-    held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items() if o in truth}
-    addends = {o: addend_rounding(truth[o], dtypes[o], h) for o, h in held.items()}
-    runs = [disturbed(spec, inputs, binding, seed + i) for i in range(probes)]
-    # Where the reference rounds and computes on, a tie may fall to either side.
-    jumps = {o: largest_change(truth[o], [r[o] for r in runs]) for o in truth if rounded in called}
-    for o, jump in jumps.items():
-        size = truth[o].nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-300)
-        addends[o] = addends.get(o, 0.0) + float(jump.norm() / size)
-    bounds = {
-        o: bound(e, spec.dtype_of(o, types), spec.tolerance.multiple, addends.get(o, 0.0))
-        for o, e in errors.items()
-    }
-    for o, error in errors.items():
-        if structure is None and spec.has_baseline and error.norm > BASELINE_LIMIT:
-            raise SpecError(
-                f"{spec.path}: the baseline's {o} is {error.norm:.2e} of its norm away from "
-                "the reference"
-            )
+    return truth, plain, rounded in called
 
-    def allowed_by(runs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+
+@dataclass(frozen=True)
+class _Draw:
+    """Inputs, what is exact of their outputs, and bounds of these.
+
+    Attributes:
+        spec, binding, inputs: What the outputs are of.
+        truth: Each output that is checked, exact, in float64.
+        dtypes: Types of outputs.
+        held: What an output is added to in place, by output.
+        seed: Noise follows from it.
+    """
+
+    spec: Spec
+    binding: Mapping[str, str]
+    inputs: Inputs
+    truth: dict[str, torch.Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    held: Inputs
+    seed: int
+
+    def disturbed(self, number: int, **way: Any) -> dict[str, torch.Tensor]:
+        """Run the reference with the noise of a number."""
+        return disturbed(self.spec, self.inputs, self.binding, self.seed + number, **way)
+
+    def addend(self, o: str, jump: torch.Tensor | None) -> float:
+        """Bound what an addend's rounding and a jump may move of an output's norm."""
+        held = self.held.get(o)
+        share = 0.0 if held is None else addend_rounding(self.truth[o], self.dtypes[o], held)
+        if jump is None:
+            return share
+        size = self.truth[o].nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-300)
+        return share + float(jump.norm() / size)
+
+    def allowed(self, runs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Bound what each element may err, by disturbed runs."""
         return {
-            o: allowance(t, dtypes[o], [r[o] for r in runs], held.get(o))
-            for o, t in truth.items()
-            if probes
+            o: allowance(t, self.dtypes[o], [r[o] for r in runs], self.held.get(o))
+            for o, t in self.truth.items()
         }
 
-    def certain() -> dict[str, Certain]:
+    def settle(self, o: str, allowed: dict[str, torch.Tensor]) -> bool:
+        """Set what an output may err that float32 represents; whether its bits are known."""
+        import torch
+
+        truth, dtype = self.truth[o], self.dtypes[o]
+        if truth.ndim == 1:
+            # A mean's partials are divided by the block, which need not be a power of two. Those of
+            # signed values may cancel, and then err as the largest do.
+            half = 0.0 if dtype is torch.float32 else unit_of(dtype)
+            allowed[o] = truth.abs() * half + truth.abs().max() * _FOLD
+            return False
+        once = twice = _stored(truth, dtype)
+        if o in self.held:
+            # A kernel that adds in place may round the addend before it rounds the sum, so both
+            # results are right.
+            held = self.held[o].double()
+            twice = _stored(truth - held, dtype) + held
+        self.truth[o], allowed[o] = once, (_stored(twice, dtype) - once).abs()
+        if dtype is torch.float32:
+            allowed[o] += once.abs() * _SINGLE
+        return True
+
+    def certain(
+        self,
+        first: int,
+        bounds: Mapping[str, Errors],
+        rounding: Mapping[str, torch.Tensor],
+        settled: Set[str],
+    ) -> dict[str, Certain]:
+        """Bound by many runs, numbered from `first` on, what outputs err that are not settled."""
         found = dict[str, Certain]()
-        if len(settled) == len(truth):
+        if len(settled) == len(self.truth):
             return found
-        more = list[dict[str, torch.Tensor]]()
+        runs: list[dict[str, torch.Tensor]] = []
         for n in range(_CERTAIN + _FAR):
             finer, sign, single = _WAYS[n % len(_WAYS)]
             far = n >= _CERTAIN
             grid = (_COARSER if far else 0) if single else None
             finer *= _LARGER if far and not single else 1.0
-            moved = disturbed(
-                spec, inputs, binding, seed + probes + n, finer=finer, sign=sign, grid=grid
-            )
-            more.append(moved)
-        near = allowed_by(more[:_CERTAIN])
+            runs.append(self.disturbed(first + n, finer=finer, sign=sign, grid=grid))
+        near = self.allowed(runs[:_CERTAIN])
         for o in near.keys() - settled:
-            t = truth[o].nan_to_num(0.0, 0.0, 0.0)
-            change = largest_change(truth[o], [run[o] for run in more])
+            t = self.truth[o].nan_to_num(0.0, 0.0, 0.0)
+            change = largest_change(self.truth[o], [run[o] for run in runs])
             jump = change.where(change > _JUMP * t.square().mean().sqrt(), 0.0)
             share = float(jump.norm() / t.norm().clamp_min(1e-300))
             bound = replace(bounds[o], norm=bounds[o].norm + share)
-            jump *= 1 + 2 * unit_of(dtypes[o])  # what it leads to is stored, too
+            jump *= 1 + 2 * unit_of(self.dtypes[o])  # what it leads to is stored, too
             found[o] = Certain(near[o] + jump, rounding[o] + jump, bound)
         return found
-
-    allowed, settled = allowed_by(runs), set[str]()
-    rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
-    rounding |= {o: rounding[o] + jump for o, jump in jumps.items() if o in rounding}
-    exact = []
-    for o in _representable(spec, inputs, binding, truth) if structure and structure.exact else ():
-        settled.add(o)
-        if truth[o].ndim == 1:
-            # A mean's partials are divided by the block, which need not be a power of two. Those of
-            # signed values may cancel, and then err as the largest do.
-            half = 0.0 if dtypes[o] is torch.float32 else unit_of(dtypes[o])
-            allowed[o] = truth[o].abs() * half + truth[o].abs().max() * _FOLD
-            continue
-        exact.append(o)
-        once = _stored(truth[o], dtypes[o])
-        addend = truth[o] - held[o].double() if o in held else None
-        # A kernel that adds in place may round the addend before it rounds the sum, so both results
-        # are right.
-        twice = once if addend is None else _stored(addend, dtypes[o]) + held[o].double()
-        truth[o], allowed[o] = once, (_stored(twice, dtypes[o]) - once).abs()
-        if dtypes[o] is torch.float32:
-            allowed[o] += once.abs() * _SINGLE
-        rounding[o] = allowed[o]
-    return Case(
-        inputs, truth, bounds, errors, allowed, rounding, sizes, structure, tuple(exact), certain
-    )
 
 
 def make_cases(
