@@ -105,66 +105,106 @@ def disturbed(
         grid: Results are rounded to float32 less so many bits, too: it hits 0 or a whole number
             where one lies near, which noise alone never does.
     """
-    import torch
-
     from coda_agent.specs import run_reference
-    from coda_agent.specs.reference import storage
 
-    chance = random.Random(seed)
     a = inputs[spec.gemm[0]]
-    pool = _pool(seed, a.device)
+    product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
+    root = product * math.sqrt(a.shape[1])
+    noise = _Noise(seed, a.device, finer, sign, grid, root)
+    wide = a.double()
+    noisy = wide + (wide * (finer * root * noise.like(wide))).where(wide.isfinite(), 0.0)
+    return run_reference(
+        spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=noise.touch
+    )
 
-    def noise(like: torch.Tensor) -> torch.Tensor:
-        count = like.numel()
-        long = pool if count <= _POOL else pool.repeat(-(-count // _POOL) + 1)
-        start = chance.randrange(min(_POOL, len(long) - count + 1))
-        return long[start : start + count].view(like.shape)
 
-    def touch(function: object, args: Sequence[Any], result: Any) -> Any:
+class _Noise:
+    """What moves the results of a reference's operations.
+
+    Args:
+        seed: What the noise follows from.
+        device: Where.
+        finer, sign, grid: As `disturbed` has them.
+        root: What a sum of a GEMM may err, as a share of its size.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device,
+        finer: float,
+        sign: float,
+        grid: int | None,
+        root: float,
+    ) -> None:
+        self._chance, self._pool = random.Random(seed), _pool(seed, device)
+        self._finer, self._sign, self._grid, self._root = finer, sign, grid, root
+        self._up = seed % 2 != 0
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """Give as many random numbers as a tensor has, in its shape."""
+        count = x.numel()
+        long = self._pool if count <= _POOL else self._pool.repeat(-(-count // _POOL) + 1)
+        start = self._chance.randrange(min(_POOL, len(long) - count + 1))
+        return long[start : start + count].view(x.shape)
+
+    def touch(self, function: object, args: Sequence[Any], result: Any) -> Any:
+        """Move a result of a function, as `run_reference` asks it."""
+        import torch
+
+        from coda_agent.specs.reference import storage
+
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
         if function is rounded:
-            # What lies near a tie may fall to either side: half of the runs take it up, half down.
-            value, dtype = args
-            size = value.nan_to_num(0.0, 0.0, 0.0).square().mean(-1, keepdim=True).sqrt()
-            near = _OPERATION * value.abs() + root * size
-            way = sign if seed % 2 else -sign
-            return rounded(value + way * finer * SAFETY * near, dtype)
+            return self._rounded(*args)
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
         if tensors and storage(tensors[0]) == storage(result):
             return result  # a view
-        error = errors().get(getattr(function, "__name__", ""))
+        off = self._error(getattr(function, "__name__", ""), args, tensors, result)
+        moved = result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
+        return moved if self._grid is None else _on_grid(moved, 1 << self._grid)
+
+    def _rounded(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Round what is moved: half of the runs take what lies near a tie up, half down."""
+        size = value.nan_to_num(0.0, 0.0, 0.0).square().mean(-1, keepdim=True).sqrt()
+        near = _OPERATION * value.abs() + self._root * size
+        way = self._sign if self._up else -self._sign
+        return rounded(value + way * self._finer * SAFETY * near, dtype)
+
+    def _error(
+        self, name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor], result: torch.Tensor
+    ) -> torch.Tensor:
+        """Draw what a function of torch errs, by name."""
+        finer, error = self._finer, errors().get(name)
         unit = _APPROXIMATION if error == "result" else _OPERATION
-        share = noise(result)
+        share = self.like(result)
         off = result * (finer * unit * share)
-        if finer >= 1.0 and grid is None:  # float32 flushes what is less to 0, where a sign jumps
+        # Float32 flushes what is less to 0, where a sign jumps.
+        if finer >= 1.0 and self._grid is None:
             off += (_FLUSHED * share).where(result != 0, 0.0)
-        if getattr(function, "__name__", "") in _OF_ONE:
+        if name in _OF_ONE:
             off += finer * unit * share
         if error in ("range", "argument"):
             # All elements get the same error: an approximation errs alike for like arguments.
-            weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
+            weight = self._chance.uniform(0.75, 1.25) * self._chance.choice((-1, 1))
+            weight *= self._sign * finer * _RANGE
             # The slope errs as well, for references that differentiate: |x| has one, and so has a
             # term whose value is 0.
             argument = tensors[0] if tensors[0].shape == result.shape else result
-            if getattr(function, "__name__", "") == "glu":
+            if name == "glu":
                 argument = tensors[0].chunk(2, args[1] if len(args) > 1 else -1)[0]
             size, finite = argument.abs(), argument.nan_to_num()
             off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
-        moved = result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
-        if grid is None:
-            return moved
-        kept = moved.detach()
-        bits = kept.where(~(kept.abs() < _FLUSHED), 0.0).float().view(torch.int32)
-        step = 1 << grid
-        near = ((bits + step // 2) & -step).view(torch.float32).to(moved.dtype)
-        # Bits have no derivative, which some references ask for.
-        return moved + (near - kept).where(kept.isfinite(), 0.0) if moved.requires_grad else near
+        return off
 
-    product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
-    wide = a.double()
-    root = product * math.sqrt(a.shape[1])
-    noisy = wide + (wide * (finer * root * noise(wide))).where(wide.isfinite(), 0.0)
-    return run_reference(
-        spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=touch
-    )
+
+def _on_grid(x: torch.Tensor, step: int) -> torch.Tensor:
+    """Round to float32, and there to a multiple of `step` units in the last place."""
+    import torch
+
+    kept = x.detach()
+    bits = kept.where(~(kept.abs() < _FLUSHED), 0.0).float().view(torch.int32)
+    near = ((bits + step // 2) & -step).view(torch.float32).to(x.dtype)
+    # Bits have no derivative, which some references ask for.
+    return x + (near - kept).where(kept.isfinite(), 0.0) if x.requires_grad else near
