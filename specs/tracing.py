@@ -100,90 +100,29 @@ def traced(
         Exception: Whatever the function raises, or what needs values raises.
     """
     import torch
-    from torch._decomp import decomposition_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
         ShapeEnv,
         StatelessSymbolicContext,
     )
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Folding(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            return folded(func, args, kwargs)(*args, **(kwargs or {}))
 
     environment = ShapeEnv(duck_shape=False)
     fake = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)  # constants
-    origins: dict[int, frozenset[str]] = {}
-    joined: dict[int, tuple[str, ...]] = {}
-    kept: list[torch.Tensor] = []  # so that no id is used again
-    products: list[tuple[Operand, Operand]] = []
-
-    def note(tensor: torch.Tensor, names: frozenset[str]) -> None:
-        kept.append(tensor)
-        origins[id(tensor)] = names
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            name = func.overloadpacket.__name__
-            # The leaky ReLU with a random slope draws only in training.
-            still = name.startswith("rrelu") and not any(x is True for x in args)
-            if torch.Tag.nondeterministic_seeded in func.tags and not still:
-                raise SpecError(f"the function draws random numbers ({name})", hint=DRAWN)
-            if name == "convolution":
-                raise SpecError("the function convolves", hint=_CONVOLVED)
-            for x in args if name in _ARITHMETIC else ():
-                if isinstance(x, torch.SymInt | torch.SymFloat):
-                    held = x.node.expr.free_symbols
-                    for size in (s for t in inputs.values() for s in t.shape):
-                        if isinstance(size, torch.SymInt) and size.node.expr in held:
-                            int(size)  # from now on it is that number, which a value is made of
-            called = decomposition_table[func] if name in _BROADCASTING else func
-            result = called(*args, **(kwargs or {}))
-            given = tensors((args, kwargs))
-            taken = [origins.get(id(t), frozenset[str]()) for t in given]
-            side = next((joined[id(t)] for t in given if id(t) in joined), ())
-            if (
-                name == "cat"
-                and (len(args) > 1 and args[1] % args[0][0].ndim) == args[0][0].ndim - 1
-            ):
-                side = tuple(x for some in taken if len(some) == 1 for x in some)
-            for tensor in tensors(result):
-                note(tensor, frozenset({""} if name in _PRODUCTS else ()).union(*taken))
-                joined[id(tensor)] = side if name == "cat" or name not in _PRODUCTS else ()
-            if name in _PRODUCTS:
-                sides = args[_PRODUCTS[name] :][:2]
-                if name != "_scaled_mm" and any(t.dtype.itemsize == 1 for t in sides):
-                    raise SpecError(
-                        "torch multiplies no operands of 8 bits",
-                        hint="write x.float() @ w.float().T:"
-                        " the kernel multiplies them as they are",
-                    )
-                left, right = (
-                    Operand(origins[id(t)], tuple(t.shape), joined.get(id(t), ())) for t in sides
-                )
-                products.append((left, right))
-            return result
-
     inputs: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         sizes = [DimDynamic.DYNAMIC] * len(shape)
         real = torch.empty(shape, dtype=dtypes[name], device="meta")
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         inputs[name] = fake.from_tensor(real, symbolic_context=context)
-        note(inputs[name], frozenset({name}))
     for places in alike.values():
         first, *others = (inputs[name].shape[axis] for name, axis in places)
         for other in others:
             bool(first == other)  # what is asked is noted as an equality
+    seen = _Seen(inputs)
+    watch, folding = _modes(seen)
     # What the function makes by itself is on meta too.
-    with quiet(), fake, torch.device("meta"), Watch(), Folding():
+    with quiet(), fake, torch.device("meta"), watch, folding:
         function(**inputs)
 
     def known(shape: Any) -> tuple[Any, ...]:
@@ -193,9 +132,112 @@ def traced(
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     return Trace(
         {name: known(tensor.shape) for name, tensor in inputs.items()},
-        [(replace(a, shape=known(a.shape)), replace(b, shape=known(b.shape))) for a, b in products],
+        [
+            (replace(a, shape=known(a.shape)), replace(b, shape=known(b.shape)))
+            for a, b in seen.products
+        ],
         [(g.lhs, g.rhs) for g in guards if type(g).__name__ == "Equality"],
     )
+
+
+def _modes(seen: _Seen) -> tuple[Any, Any]:
+    """Give the modes in which calls of ATen are seen, and products have their dims flattened."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return seen.call(func, args, kwargs or {})
+
+    class Folding(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return folded(func, args, kwargs)(*args, **(kwargs or {}))
+
+    return Watch(), Folding()
+
+
+class _Seen:
+    """What calls of ATen make of a function's inputs.
+
+    Attributes:
+        products: The operands of each matrix product, in order.
+    """
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.products: list[tuple[Operand, Operand]] = []
+        self._inputs = inputs
+        self._origins: dict[int, frozenset[str]] = {}
+        self._joined: dict[int, tuple[str, ...]] = {}
+        self._kept: list[torch.Tensor] = []  # so that no id is used again
+        for name, tensor in inputs.items():
+            self._note(tensor, frozenset({name}))
+
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Call what can be a part of a kernel, and note what its results are made of.
+
+        Raises:
+            SpecError: it cannot; says why.
+        """
+        from torch._decomp import decomposition_table
+
+        name = func.overloadpacket.__name__
+        _check_call(func, name, args)
+        if name in _ARITHMETIC:
+            self._take_values(args)
+        called = decomposition_table[func] if name in _BROADCASTING else func
+        result = called(*args, **kwargs)
+        given = tensors((args, kwargs))
+        taken = [self._origins.get(id(t), frozenset[str]()) for t in given]
+        side = next((self._joined[id(t)] for t in given if id(t) in self._joined), ())
+        if name == "cat" and (len(args) > 1 and args[1] % args[0][0].ndim) == args[0][0].ndim - 1:
+            side = tuple(x for some in taken if len(some) == 1 for x in some)
+        for tensor in tensors(result):
+            self._note(tensor, frozenset({""} if name in _PRODUCTS else ()).union(*taken))
+            self._joined[id(tensor)] = side if name == "cat" or name not in _PRODUCTS else ()
+        if name in _PRODUCTS:
+            left, right = map(self._operand, args[_PRODUCTS[name] :][:2])
+            self.products.append((left, right))
+        return result
+
+    def _note(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
+        self._kept.append(tensor)
+        self._origins[id(tensor)] = names
+
+    def _operand(self, side: torch.Tensor) -> Operand:
+        return Operand(self._origins[id(side)], tuple(side.shape), self._joined.get(id(side), ()))
+
+    def _take_values(self, args: Any) -> None:
+        """Let sizes that values are made of be numbers from now on."""
+        import torch
+
+        for x in args:
+            if isinstance(x, torch.SymInt | torch.SymFloat):
+                held = x.node.expr.free_symbols
+                for size in (s for t in self._inputs.values() for s in t.shape):
+                    if isinstance(size, torch.SymInt) and size.node.expr in held:
+                        int(size)
+
+
+def _check_call(func: Any, name: str, args: Any) -> None:
+    """Raises SpecError where a call of ATen has no counterpart in a kernel."""
+    import torch
+
+    # The leaky ReLU with a random slope draws only in training.
+    still = name.startswith("rrelu") and not any(x is True for x in args)
+    if torch.Tag.nondeterministic_seeded in func.tags and not still:
+        raise SpecError(f"the function draws random numbers ({name})", hint=DRAWN)
+    if name == "convolution":
+        raise SpecError("the function convolves", hint=_CONVOLVED)
+    if name in _PRODUCTS and name != "_scaled_mm":
+        if any(t.dtype.itemsize == 1 for t in args[_PRODUCTS[name] :][:2]):
+            raise SpecError(
+                "torch multiplies no operands of 8 bits",
+                hint="write x.float() @ w.float().T: the kernel multiplies them as they are",
+            )
 
 
 def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
