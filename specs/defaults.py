@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from coda_agent.specs.canonical import Product, readable
+from coda_agent.specs.canonical import readable
 from coda_agent.specs.format import DTYPES, Dim, Draw, Header, Input
 from coda_agent.specs.layout import factors, parts
+from coda_agent.specs.product import Product
 
 TYPES = ("bfloat16", "float16")
 _M, _N, _K, _OTHER = (1, 77, 200, 384), (16, 272, 336, 512), (8, 64, 136, 256), (1, 2, 3, 5)
