@@ -4,11 +4,16 @@ What both passes compute of a product row by row (a loss's statistics, and the g
 products read) is computed for some rows after the others, in the forward pass. It does not know
 what the gradient of the loss will be; since all is proportional to that, it takes 1, and the
 backward pass multiplies the two results. Gradients of weights are summed in float32.
+
+Where all is not proportional to one number (log-probabilities that are a result, or that a loss of
+whole sequences is made of), the forward pass computes what it knows of each row, and the backward
+pass makes the product again, some rows at a time. That is one product more.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,8 +22,18 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
-from coda_agent.fuse.nodes import CASTS, PLAIN, SUM, bytes_of, constant, copied, make, numel
-from coda_agent.fuse.zone import REDUCED, SAME, Whole, Zone, padded
+from coda_agent.fuse.nodes import (
+    CASTS,
+    PLAIN,
+    SUM,
+    ancestors,
+    bytes_of,
+    constant,
+    copied,
+    make,
+    numel,
+)
+from coda_agent.fuse.zone import REDUCED, SAME, Whole, Zone, is_tangent, padded, zones_of
 
 aten = torch.ops.aten
 LOGITS = 1 << 30
@@ -36,28 +51,39 @@ def hold_some_rows(graph: fx.Graph) -> list[str]:
     """
     notes: list[str] = []
     for product in [node for node in graph.nodes if node.target in PLAIN]:
-        if SYMBOLIC in product.meta or bytes_of([product]) <= LOGITS:
+        if SYMBOLIC in product.meta or bytes_of([product]) <= LOGITS or not product.users:
             continue
-        zone = Zone(product, *product.meta["val"].shape)
         try:
-            zone.find()
+            zones, reason = zones_of(product)
         except Whole as why:
-            if zone.columns > _HEAD * product.all_input_nodes[-1].meta["val"].shape[0]:
+            extent, columns = product.all_input_nodes[-1].meta["val"].shape
+            if columns > _HEAD * extent:
                 notes.append(f"{product.name} is computed whole: {why}")
             continue
-        if zone.tangent is not None or zone.turned:
-            step = _Rows(zone).replace()
-            notes.append(f"{product.name} and its loss are computed {step} rows at a time")
+        more = sum(n.target in PLAIN for zone in zones if zone.again for n in zone.nodes)
+        steps = [_Rows(zone).replace() for zone in zones]
+        if more:
+            again = f"in both passes, by {more} product{'s' * (more > 1)} more: {reason}"
+            notes.append(f"{product.name} is computed {steps[0]} rows at a time {again}")
+        elif steps:
+            notes.append(f"{product.name} and its loss are computed {steps[0]} rows at a time")
     return notes
 
 
 class _Rows:
-    """The calls of a zone for some rows after the others."""
+    """The calls of a zone for some rows after the others.
+
+    Attributes:
+        ones: What is made of a tangent of 1, by what it stands for.
+        ready: What products that are made again wait for: a gradient, and the rows before.
+    """
 
     def __init__(self, zone: Zone) -> None:
         self.zone, self.graph = zone, zone.product.graph
-        self.make = partial(make, self.graph, like=zone.product)
+        like = next(filter(zone.is_own, (zone.product, *zone.nodes, *zone.ends)))
+        self.make = partial(make, self.graph, like=like)
         self.ones: dict[fx.Node, fx.Node] = {}
+        self.ready: fx.Node | None = None
 
     def replace(self) -> int:
         """Replace the zone; rows at a time."""
@@ -68,6 +94,9 @@ class _Rows:
         parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in (*leaving, *zone.ends)}
         with graph.inserting_before(graph.output_node()):
             self._make_ones()
+            if zone.again:
+                tangents = sorted(filter(is_tangent, ancestors([*zone.nodes, *zone.ends])))
+                self.ready = self._known(tangents[:1])
             for start in range(0, zone.rows, step):
                 some = _Some(self, start, min(start + step, zone.rows))
                 for node, found in parts.items():
@@ -76,11 +105,13 @@ class _Rows:
                         total = self.make(aten.add.Tensor, *found)
                         total.meta[SUM] = found[1]
                         found[:] = [total]
+                if zone.again:
+                    self.ready = self._known(found[-1] for found in parts.values())
             wholes = {node: self._whole(node, found) for node, found in parts.items()}
             self._tie(wholes)
             for node, x in wholes.items():
                 new = self._scaled(node, x)
-                node.replace_all_uses_with(new, delete_user_cb=lambda u: u not in zone.nodes)
+                node.replace_all_uses_with(new)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
         return step
@@ -123,17 +154,20 @@ class _Rows:
         of the forward pass needs, in the backward pass, and keep all that those are made of."""
         zone = self.zone
         losses = [node for node in wholes if node not in zone.scaled]
+        if losses and (ready := self._known(wholes[n] for n in zone.scaled.intersection(wholes))):
+            loss = wholes[losses[0]]
+            wholes[losses[0]] = self.make(aten.where.self, ready, loss, loss)
+
+    def _known(self, values: Iterable[fx.Node]) -> fx.Node | None:
+        """Make a truth value that is there when some values are."""
         ready: Any = None
-        for node in zone.scaled.intersection(wholes) if losses else ():
-            x = wholes[node]
+        for x in values:
             while x.meta["val"].ndim:
                 x = self.make(aten.select.int, x, 0, 0)
                 x.meta[SUM] = x  # of no kernel
             known = self.make(aten.eq.Tensor, x, x)
             ready = self.make(aten.logical_or.default, ready, known) if ready else known
-        if ready:
-            loss = wholes[losses[0]]
-            wholes[losses[0]] = self.make(aten.where.self, ready, loss, loss)
+        return ready
 
     def _scaled(self, node: fx.Node, x: fx.Node) -> fx.Node:
         """Multiply what is proportional to the tangent by it, in the node's type."""
@@ -167,7 +201,10 @@ class _Some:
         target: Any = node.target
         if target in PLAIN:
             *bias, a, b = args
-            return make(target, *map(give, bias), self._slice(a, 0), b, **kwargs)
+            a = self._slice(a, 0)
+            if ready := self._rows.ready:
+                a = make(aten.where.self, ready, a, a)  # or it were the forward pass's product
+            return make(target, *map(give, bias), a, b, **kwargs)
         x = args[0]
         if target in SAME:
             x, shape = give(x), [self._stop - self._start, self._zone.kind(node)]

@@ -137,13 +137,14 @@ def drawn(part: fx.Graph, region: Region, device: torch.device) -> list[Any]:
         if not isinstance(value, torch.Tensor):
             given.append(plain(value))
             continue
-        shape = [plain(x) for x in value.shape]
+        strides, whole = [plain(x) for x in value.stride()], [plain(x) for x in value.shape]
+        shape = [n if stride else 1 for n, stride in zip(whole, strides, strict=True)]
         if not value.is_floating_point():
             high = 2 if value.dtype is torch.bool else extents["N"]
             x = torch.randint(high, shape, generator=generator, device=device).to(value.dtype)
         else:
             x = torch.randn(shape, generator=generator, device=device)
             x = (x * extents["K"] ** -0.5 if node in weights else x).to(value.dtype)
-        strides = [plain(x) for x in value.stride()]
-        given.append(torch.empty_strided(shape, strides, dtype=x.dtype, device=device).copy_(x))
+        empty = torch.empty_strided(shape, strides, dtype=x.dtype, device=device)
+        given.append(empty.copy_(x).expand(whole))  # of an expanded value one number
     return given

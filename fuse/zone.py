@@ -1,9 +1,13 @@
-"""What is computed of a product row by row: a loss, and the gradients that products read."""
+"""What is computed of a product row by row: a loss, and the gradients that products read.
+
+Both passes' calls are one zone where all gradients are multiples of one number. Else each pass has
+its own: the forward pass's results are read by the backward pass's as values that are there.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +32,47 @@ _PROPORTIONAL = (
 )
 
 
+def zones_of(product: fx.Node) -> tuple[list[Zone], str]:
+    """Find what is computed of a product row by row: in one zone, or in one for each pass,
+    and why.
+
+    Raises:
+        Whole: something needs all rows of it at once.
+    """
+    zone = Zone(product)
+    try:
+        zone.find()
+        if zone.has_gradients():
+            return [zone], ""
+        reason = ""
+    except Whole as why:
+        reason = str(why)
+    late = _late(product.graph)
+    zones = [Zone(product, late), Zone(product, late, again=True)]
+    for zone in zones:
+        zone.find()
+    forward, backward = zones
+    if not forward.is_head():
+        if reason:
+            raise Whole(reason)
+        return [], ""
+    return (zones, reason) if backward.has_gradients() else ([forward], "")
+
+
+def _late(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on the gradients of a graph's results."""
+    late = set[fx.Node]()
+    for node in graph.nodes:
+        if is_tangent(node) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node is the gradient of one of a graph's results."""
+    return node.op == "placeholder" and "tangents" in node.name
+
+
 class Whole(Exception):
     """Why some rows are not enough."""
 
@@ -38,25 +83,30 @@ class Zone:
 
     Attributes:
         product: It.
-        rows: Of it.
-        columns: Of it.
+        late: What depends on gradients of the graph's results, where a zone is of one pass alone.
+        again: Whether it is of the backward pass then, and what is as wide is made there again.
         nodes: Whose values have such rows, of as many columns or of one.
         ends: Products of these rows, and sums over them: gradients.
         turned: Transposes that `ends` read.
         needed: They, and what they are computed from.
         tangent: The gradient of the loss, which all results of the backward pass are multiples of.
         scaled: What depends on it, of the graph.
+        rows: Of the product.
+        columns: Of it.
     """
 
     product: fx.Node
-    rows: int
-    columns: int
+    late: Set[fx.Node] | None = None
+    again: bool = False
     nodes: dict[fx.Node, None] = field(default_factory=dict)
     ends: list[fx.Node] = field(default_factory=list)
     turned: set[fx.Node] = field(default_factory=set)
     needed: set[fx.Node] = field(default_factory=set)
     tangent: fx.Node | None = None
     scaled: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.rows, self.columns = self.product.meta["val"].shape
 
     def find(self) -> None:
         """Find what is computed of the product row by row.
@@ -66,19 +116,31 @@ class Zone:
         """
         self.nodes[self.product] = None
         for node in self.product.graph.nodes:
-            if node is not self.product and any(map(self.has, node.all_input_nodes)):
+            if any(map(self.has, node.all_input_nodes)) and not self._is_left(node):
                 self._add(node)
         self._add_as_wide()
         wide = {node for node in self.nodes if self.is_wide(node)}
         inside = [n for n in self.nodes if n in wide or not wide.isdisjoint(n.all_input_nodes)]
+        inside = [n for n in inside if self.is_own(n)]
         self.needed = ancestors([*self.ends, *inside])
         self.nodes = {
             n: None for n in self.product.graph.nodes if n in self.nodes and n in self.needed
         }
         read = [x for node in (*self.nodes, *self.ends) for x in node.all_input_nodes]
-        if not ancestors(x for x in read if not self.has(x)).isdisjoint(self.nodes):
+        own = filter(self.is_own, self.nodes)
+        if not ancestors(x for x in read if not self.has(x)).isdisjoint(own):
             raise Whole("a gradient needs a value of all rows")
-        self._find_tangent()
+        if self.late is None:
+            self._find_tangent()
+
+    def is_own(self, node: fx.Node) -> bool:
+        """Whether a node is of the zone's pass, and not made in it again."""
+        return self.late is None or (node in self.late) == self.again
+
+    def _is_left(self, node: fx.Node) -> bool:
+        """Whether a node is none of the zone: of the other pass, or what that gives of each row."""
+        made_again = self.again and (self.is_wide(node) or node.target in TURNS)
+        return not self.is_own(node) and not made_again
 
     def _add(self, node: fx.Node) -> None:
         """Add what reads a node of the zone, or leave it behind."""
@@ -102,14 +164,14 @@ class Zone:
                 wide.add(node)
         for node in reversed(self.product.graph.nodes):
             read = node in wide and any(user in self.nodes for user in node.users)
-            if read and not self.has(node):
+            if read and not self.has(node) and not self._is_left(node):
                 if self._is_row_by_row(node) or (node.target in PLAIN and self.is_wide(node)):
                     self.nodes[node] = None
 
     def _find_tangent(self) -> None:
         """Find the gradient of the loss, and whether all is proportional to it."""
         for node in self.product.graph.nodes:
-            if node.op == "placeholder" and "tangents" in node.name and node in self.needed:
+            if is_tangent(node) and node in self.needed:
                 if self.tangent is not None or node.meta["val"].ndim:
                     raise Whole("its gradient is not of one loss")
                 self.tangent = node
@@ -139,6 +201,17 @@ class Zone:
             zero = all(x in self.scaled or number(x) == 0 for x in others)
             return condition not in self.scaled and zero
         return False
+
+    def has_gradients(self) -> bool:
+        """Whether gradients of the product are among what is computed."""
+        late = self.late or self.scaled
+        return any(node in late and self.is_wide(node) for node in self.nodes) or bool(self.turned)
+
+    def is_head(self) -> bool:
+        """Whether the product is wide, and what is made of it is numbers of rows or their sums."""
+        shorter = self.product.all_input_nodes[-1].meta["val"].shape[0] < self.columns
+        ends = [node for node in self.ends if node.target in PLAIN]
+        return shorter and not ends and any(self.kind(node) == 1 for node in self.nodes)
 
     def has(self, node: fx.Node) -> bool:
         """Whether a node is computed some rows at a time."""
@@ -203,7 +276,7 @@ class Zone:
     def _is_end(self, node: fx.Node) -> bool:
         """Whether a node multiplies these rows with others, or sums them."""
         if node.target in (aten.sum.default, aten.mean.default):
-            return self.kind(node.args[0]) > 0
+            return self.kind(node.args[0]) > (self.late is not None)
         if node.target is aten.sum.dim_IntList:
             x: Any
             dims: Any

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
-from coda_agent.fuse import fuse, head
+from coda_agent.fuse import backend, fuse, head
+from coda_agent.fuse.nodes import PLAIN, ancestors
 from tests.fuse.test_joint import leaves, norms, watched
 from tests.fuse.test_regions import drawn
 
@@ -26,15 +28,15 @@ def a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(
-    loss: Callable[..., Tensor], args: list[Tensor], upstream: float = 1.0, *, wide: bool = False
+    loss: Callable[..., Any], args: list[Tensor], upstream: Any = 1.0, *, wide: bool = False
 ) -> list[Tensor]:
     given = [(a.double() if wide else a.clone()).requires_grad_() for a in args]
-    value, *_ = leaves(loss(*given))
+    value, *others = leaves(loss(*given))
     (value * upstream).sum().backward()
-    return [value.detach(), *(a.grad for a in given if a.grad is not None)]
+    return [x.detach() for x in (value, *others)] + [a.grad for a in given if a.grad is not None]
 
 
-def compared(loss: Callable[..., Tensor], args: list[Tensor], upstream: float = 1.0) -> str:
+def compared(loss: Callable[..., Any], args: list[Tensor], upstream: Any = 1.0) -> str:
     """What is noted of a loss, which with its gradients is as near to float64 as PyTorch's."""
     with watched() as seen:
         got = gradients(fuse(loss), args, upstream)
@@ -46,7 +48,8 @@ def compared(loss: Callable[..., Tensor], args: list[Tensor], upstream: float = 
 
 
 def logits(h: Tensor, w: Tensor) -> Tensor:
-    return F.linear(h, w).float()
+    z = F.linear(h, w)
+    return z if z.dtype == torch.float64 else z.float()
 
 
 def rows_left_out(h: Tensor, w: Tensor) -> Tensor:
@@ -123,12 +126,139 @@ def test_a_frozen_head_gives_gradients_of_its_input_alone() -> None:
     assert "computed 128 rows at a time" in compared(loss, [drawn(ROWS, WIDTH) * 4])
 
 
+WEIGHTS = torch.linspace(-1, 2, ROWS)
+KEPT = TARGETS % 5 > 0
+
+
+def of_rows(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(logits(h, w), TARGETS.where(KEPT, -100), reduction="none")
+
+
+def of_biased_rows(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    z = F.linear(h, w, b).to(torch.promote_types(h.dtype, torch.float32))
+    return F.cross_entropy(z, TARGETS, reduction="none", label_smoothing=0.1)
+
+
+def cooled_with_entropy(h: Tensor, w: Tensor) -> Tensor:
+    p = torch.log_softmax(logits(h.view(4, -1, WIDTH), w) / 0.7, -1)
+    chosen = p.gather(-1, TARGETS.view(4, -1, 1)).squeeze(-1)
+    return (chosen - 0.1 * (p.exp() * p).sum(-1)).view(-1)
+
+
+def perplexity(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(logits(h, w) / 4, TARGETS).exp()
+
+
+def of_rows_and_all(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    x = of_rows(h, w)
+    return x, x.mean()
+
+
+def of_a_teacher(h: Tensor, w: Tensor) -> Tensor:
+    teacher = torch.log_softmax(logits(h.detach().roll(1), w.detach()) / 3, -1)
+    return F.kl_div((logits(h, w) / 3).log_softmax(-1), teacher, reduction="none",
+                    log_target=True).sum(-1)  # fmt: skip
+
+
+def log_probabilities(h: Tensor, w: Tensor) -> Tensor:
+    z = logits(h.view(4, -1, WIDTH), w)
+    return z.gather(-1, TARGETS.view(4, -1, 1)).squeeze(-1) - z.logsumexp(-1)
+
+
+def preferred(h: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    """DPO of two calls of a policy, and of a reference, whose weights are other ones."""
+    kept = KEPT.view(4, -1)
+    with torch.no_grad():
+        frozen = [(log_probabilities(x, other) * kept).sum(-1) for x in (h, h.roll(7, 0))]
+    won, lost = ((log_probabilities(x, w) * kept).sum(-1) for x in (h, h.roll(7, 0)))
+    return -F.logsigmoid(0.01 * ((won - frozen[0]) - (lost - frozen[1]))).mean()
+
+
+def clipped(h: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    """GRPO of whole sequences' ratios, with entropies and a distance to a reference."""
+    p = torch.log_softmax(logits(h.view(4, -1, WIDTH), w) / 0.9, -1)
+    chosen = p.gather(-1, TARGETS.view(4, -1, 1)).squeeze(-1)
+    with torch.no_grad():
+        frozen = log_probabilities(h, other)
+    kept, gain = KEPT.view(4, -1), torch.tensor([[1.0], [-0.5], [0.2], [-2.0]])
+    ratio = (0.01 * ((chosen - frozen) * kept).sum(-1, keepdim=True)).exp()
+    distance = (0.1 * (frozen - chosen)).exp() - 0.1 * (frozen - chosen) - 1
+    loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.04 * distance
+    return ((loss + 0.01 * (p.exp() * p).sum(-1)) * kept).sum() / kept.sum()
+
+
+AGAIN = {of_rows: 1, of_biased_rows: 1, cooled_with_entropy: 1, perplexity: 1, of_rows_and_all: 1,
+         of_a_teacher: 2, preferred: 1, clipped: 1}  # fmt: skip
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """Graphs as the partitioner leaves them."""
+    found, called = list[fx.Graph](), backend._called
+    keep = lambda module, *args, **options: found.append(module.graph) or called(module, *args)
+    monkeypatch.setattr(backend, "_called", keep)
+    return found
+
+
+def is_wide(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[-1] == WORDS
+
+
+def check_some_rows_live(graph: fx.Graph, heads: int) -> None:
+    """Check that few logits are live at once: each product of a head awaits the one before."""
+    wide = [n for n in graph.nodes if is_wide(n) and n.meta["val"].numel() > WIDTH * WORDS]
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    last = {node: max(places[user] for user in node.users) for node in wide}
+    assert max([sum(places[x] <= places[n] < last[x] for x in wide) for n in wide] or [0]) <= 8
+    made = [node for node in wide if node.target in PLAIN]
+    free = sum(one not in ancestors([other]) for one, other in itertools.pairwise(made))
+    assert free == (heads - 1)
+
+
+@pytest.mark.parametrize("loss", AGAIN, ids=lambda x: x.__name__)
+@pytest.mark.one_in(2)
+def test_what_a_row_weighs_is_known_when_its_logits_are_made_again(
+    loss: Any, passes: list[fx.Graph]
+) -> None:
+    args = [drawn(ROWS, WIDTH) * 4, drawn(WORDS, WIDTH, seed=1) * 2]
+    third = {"b": drawn(WORDS, seed=2), "other": drawn(WORDS, WIDTH, seed=3)}
+    args += [third[x] for x in loss.__code__.co_varnames[2 : loss.__code__.co_argcount]]
+    upstream = 0.5 if loss in (perplexity, preferred, clipped) else WEIGHTS
+    notes = compared(loss, args, upstream)
+    assert f"rows at a time in both passes, by {AGAIN[loss]} product" in notes
+    assert "whole" not in notes
+    forward, backward = passes
+    for graph in passes:
+        sizes = [
+            n.meta["val"].numel() for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)
+        ]
+        assert max(sizes) < WORDS * ROWS // 2
+    saved = {node.name for node in forward.output_node().all_input_nodes}
+    assert not any(is_wide(n) and n.meta["val"].numel() > WIDTH * WORDS for n in
+                   forward.nodes if n.name in saved)  # fmt: skip
+    check_some_rows_live(backward, 1 + (loss is preferred))
+
+
+@pytest.mark.parametrize("loss", [of_rows, cooled_with_entropy], ids=lambda x: x.__name__)
+def test_numbers_of_rows_alone_are_made_some_rows_at_a_time(
+    loss: Any, passes: list[fx.Graph]
+) -> None:
+    args = [drawn(ROWS, WIDTH) * 4, drawn(WORDS, WIDTH, seed=1) * 2]
+    with watched() as seen, torch.no_grad():
+        got = fuse(loss)(*args)
+    own, truth = loss(*args), loss(*(x.double() for x in args))
+    assert norms(got, truth) <= 1.25 * norms(own, truth) + 1e-3
+    assert "and its loss are computed 128 rows at a time" in "\n".join(seen[0].notes)
+    (graph,) = passes
+    assert not any(is_wide(n) and n.meta["val"].numel() == WORDS * ROWS for n in graph.nodes)
+
+
 WHOLE = {
-    "is not of one loss": lambda h, w: F.cross_entropy(logits(h, w), TARGETS, reduction="none"),
     "it is a result": lambda h, w: (F.cross_entropy(z := logits(h, w), TARGETS), z),
     "a gradient needs a value of all rows": lambda h, w: F.cross_entropy(
-        logits(h, w), TARGETS
-    ).exp(),
+        (z := logits(h, w)) - z.mean(), TARGETS
+    ),
     "reads it whole": lambda h, w: F.cross_entropy(
         (z := logits(h, w)).where(z > z.topk(8).values[:, -1:], -9), TARGETS
     ),

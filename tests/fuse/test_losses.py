@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coda_agent.fuse import fuse, head
-from tests.fuse.test_head import TARGETS, WIDTH, WORDS, gradients
+from tests.fuse.test_head import TARGETS, WIDTH, WORDS, gradients, logits
 from tests.fuse.test_joint import norms, watched
 from tests.fuse.test_regions import drawn
 
@@ -28,10 +28,6 @@ def a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wider(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def logits(h: Tensor, w: Tensor) -> Tensor:
-    return wider(F.linear(h, w))
 
 
 def shifted(h: Tensor, w: Tensor) -> Tensor:
@@ -124,4 +120,5 @@ def test_what_is_read_otherwise_is_taken_behind_the_product(what: str) -> None:
 
 def test_gradients_of_float16_keep_the_scale_of_their_loss() -> None:
     loss = lambda h, w: shifted(h, w) * 1e-5  # as of 100 times as many rows
-    assert "float16 holds" in check(loss, fuse(loss), torch.float16, 65536.0)
+    notes = check(loss, fuse(loss), torch.float16, 65536.0)
+    assert "in both passes, by 1 product more: float16 holds" in notes
