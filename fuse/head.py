@@ -123,6 +123,8 @@ class _Rows:
         return make(self.graph, CASTS[-1], node, dtype, like=like)
 
     def _leaves(self, node: fx.Node) -> bool:
+        if self.zone.late is not None:
+            return True  # what is made again reads it, or nothing does
         return any(u not in self.zone.nodes and u not in self.zone.ends for u in node.users)
 
     def _is_total(self, node: fx.Node) -> bool:

@@ -145,6 +145,11 @@ def cooled_with_entropy(h: Tensor, w: Tensor) -> Tensor:
     return (chosen - 0.1 * (p.exp() * p).sum(-1)).view(-1)
 
 
+def probable(h: Tensor, w: Tensor) -> Tensor:
+    p = logits(h.view(4, -1, WIDTH), w).softmax(-1)
+    return (p.gather(-1, TARGETS.view(4, -1, 1)).squeeze(-1) + p.square().sum(-1)).view(-1)
+
+
 def perplexity(h: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(logits(h, w) / 4, TARGETS).exp()
 
@@ -187,8 +192,8 @@ def clipped(h: Tensor, w: Tensor, other: Tensor) -> Tensor:
     return ((loss + 0.01 * (p.exp() * p).sum(-1)) * kept).sum() / kept.sum()
 
 
-AGAIN = {of_rows: 1, of_biased_rows: 1, cooled_with_entropy: 1, perplexity: 1, of_rows_and_all: 1,
-         of_a_teacher: 2, preferred: 1, clipped: 1}  # fmt: skip
+AGAIN = {of_rows: 1, of_biased_rows: 1, cooled_with_entropy: 1, probable: 1, perplexity: 1,
+         of_rows_and_all: 1, of_a_teacher: 2, preferred: 1, clipped: 1}  # fmt: skip
 
 
 @pytest.fixture
