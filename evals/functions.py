@@ -11,19 +11,29 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.evals.cases import Case, Contender, Setup, differentiated, operators_of
+from coda_agent.evals.cases import Case, Contender, Setup, Suite, differentiated, operators_of
 
 M, _BATCH, _HEAD, LIMIT = 4096, 4, 128, 0.1
 _LETTERS = {"M": (M,), "B": (_BATCH,), "S": (_BATCH, M // _BATCH), "H": (_HEAD,)}
 Shapes = Mapping[str, tuple[int, ...]]
 CASES: list[Case] = []
 PHASES = ("forward", "both")
+
+
+_ABOUT = """Functions of one to three products with the widths of real models, at 4096 rows, forward
+and in both passes. Ours is `fuse(function)`; `evals/functions.py` says what they compute."""
+
+
+def suite(_: Path) -> Suite:
+    """List the functions; means are taken by passes."""
+    return Suite("fuse", _ABOUT, CASES, group=passes)
 
 
 def timed(model: str, shapes: str) -> Callable[[Any], Any]:

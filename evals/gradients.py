@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.evals.cases import Case, Contender, Setup, differentiated
+from coda_agent.evals.cases import Case, Contender, Setup, Suite, differentiated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,15 @@ KERNELS: Sequence[tuple[str, Mapping[str, str]]] = (
     ),
 )  # fmt: skip
 """Every accepted kernel of 16-bit operands, in each of its forms that overwrite nothing."""
+
+
+_ABOUT = """Each accepted kernel of 16-bit operands at 4096³, forward and backward together,
+with gradients of every tensor but tables and indices. Beside it runs the reference of its spec."""
+
+
+def suite(_: Path) -> Suite:
+    """List accepted kernels with gradients."""
+    return Suite("gradients", _ABOUT, cases())
 
 
 def cases() -> list[Case]:

@@ -12,11 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coda_agent.evals.cases import Case, Contender, Outputs, Setup
+from coda_agent.evals.cases import Case, Contender, Outputs, Setup, Suite
 from coda_agent.evals.kernels import load
 from coda_agent.specs import load_spec
 
 LIMIT = 0.05
+
+
+_ABOUT = """What a call of an accepted kernel costs the host, in microseconds until it returns, at
+its smallest check shape."""
+
+
+def suite(root: Path) -> Suite:
+    """List accepted kernels, timed on the host."""
+    return Suite("host", _ABOUT, cases(root), ("host",), 40)
 
 
 def cases(root: Path) -> list[Case]:
@@ -29,7 +38,7 @@ def cases(root: Path) -> list[Case]:
 def _setup(root: Path, name: str, device: str, shrink: int) -> Setup:
     import torch
 
-    from coda_agent.specs import draw_inputs, run_reference
+    from coda_agent.specs import as_declared, draw_inputs, run_reference
 
     kernel = load(root, name)
     spec = kernel.spec
@@ -41,7 +50,9 @@ def _setup(root: Path, name: str, device: str, shrink: int) -> Setup:
 
     def ours(compiled: bool) -> Contender:
         # Of its own, since a kernel may overwrite an input.
-        args = kernel.given([x.clone() if torch.is_tensor(x) else x for x in drawn.values()])
+        own = {x: v.clone() if torch.is_tensor(v) else v for x, v in drawn.items()}
+        given = as_declared(spec, own)
+        args = [own[x] if x in kernel.packing else given[x] for x in spec.inputs]
         function = torch.compile(lambda: kernel(*args), fullgraph=True) if compiled else kernel
 
         @torch.no_grad()

@@ -1,10 +1,13 @@
-"""The suite of layers: blocks and heads in 16 bits, beside PyTorch and Liger.
+"""The suite of layers: blocks and heads, beside PyTorch and Liger; and training steps.
 
 - A block is a decoder layer without attention: from the output projection to the next layer's
   query, key and value with their rotation. A head is the final norm, the product with the
   vocabulary, and the loss.
 - All contenders take the same weights, as a model has them; ours is the backend `coda`.
-- `fp8_layers.py` has the same in FP8.
+- Blocks' forward passes are there in FP8, too. All contenders quantise alike, in front: each row of
+  a weight by its own maximum (query, key and value by one in all), each token by its own, and
+  SwiGLU's values by one static scale.
+- Training steps are in `training.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.evals.cases import Case, Contender, Setup, differentiated, operators_of
+from coda_agent.evals import training
+from coda_agent.evals.cases import Case, Contender, Setup, Suite, differentiated, operators_of
+from coda_agent.evals.float8 import E4M3_MAX, e4m3, quantised, scaled_product
 from coda_agent.fuse.backend import coda
 
-TOKENS, HEAD_DIM, EPS, LIMIT = 16384, 128, 1e-5, 0.05
+TOKENS, HEAD_DIM, EPS, LIMIT, FP8_LIMIT = 16384, 128, 1e-5, 0.05, 0.1
 PHASES = ("forward", "backward", "both")
 Values = Mapping[str, Tensor]
 Way = Callable[[Values], tuple[Tensor, ...]]
@@ -76,19 +82,39 @@ BLOCKS = {
 HEADS = {"4096": Widths(4096, words=32000), "Llama-3-8B": Widths(4096, words=128256)}
 
 
+_ABOUT = """Blocks, heads and training steps, at 16,384 tokens. A block is a decoder layer without
+attention: from the output projection to the next layer's query, key and value with their rotation.
+A head is the final norm, the product with the vocabulary, and the loss. Ours is the backend `coda`.
+`gemm` are the bare products. A step is forward, backward and a fused AdamW of Llama-3.2-1B, 8
+sequences of 4096 tokens for each GPU, 4 in FP8; on two GPUs FSDP2 shards it, and time is the
+host's; or of six layers of another model, with its head. `compile` is a transformers model under
+torch.compile, whose attention gets a mask; `compile, mask folded` has causal attention instead."""
+
+
+def suite(_: Path) -> Suite:
+    """List blocks, heads and training steps; means are taken over widths."""
+    return Suite("layers", _ABOUT, [*cases(), *training.cases()], group=_without_width)
+
+
+def _without_width(case: str) -> str:
+    kind, *rest = case.split()
+    return case if kind == "train-1b" else " ".join((kind, *rest[1:]))
+
+
 def cases() -> list[Case]:
-    """List the blocks and heads, a case a phase."""
-    others = "gemm", "eager", "compile", "liger", "liger, compiled"
-    blocks = [
-        Case(f"block {name} {phase}", ("ours", *others), partial(_block, widths, phase))
-        for name, widths in BLOCKS.items()
-        for phase in PHASES
-    ]
-    return blocks + [
-        Case(f"head {name} {phase}", ("ours", *others), partial(_head, widths, phase))
-        for name, widths in HEADS.items()
-        for phase in PHASES
-    ]
+    """List the blocks and heads, a case a phase, and the blocks in FP8."""
+    others = "gemm", "eager", "compile"
+    made = (("block", BLOCKS, _block), ("head", HEADS, _head))
+    found = [
+        Case(f"{kind} {name} {phase}", ("ours", *others, "liger", "liger, compiled"),
+             partial(make, widths, phase))
+        for kind, known, make in made for name, widths in known.items() for phase in PHASES
+    ]  # fmt: skip
+    return found + [
+        Case(f"block {name} fp8 forward", ("ours", *others, "compile, scales behind"),
+             partial(_fp8_block, widths))
+        for name, widths in BLOCKS.items() if not widths.bias
+    ]  # fmt: skip
 
 
 class Ops:
@@ -155,6 +181,36 @@ class LigerOps(Ops):
         heads = (y.view(1, len(y), -1, self.cos.shape[-1]).transpose(1, 2) for y in parts)
         turned = LigerRopeFunction.apply(*heads, self.cos[None], self.sin[None])
         return [y.transpose(1, 2).reshape(y.shape[2], -1) for y in turned]
+
+
+class Fp8Ops(Ops):
+    """A block with products in FP8 by `torch._scaled_mm`, which scales rows and columns.
+
+    Args:
+        behind: Whether products have a scale of one, which runs cuBLAS instead of CUTLASS, and the
+            passes behind them scale.
+        inner: The static scale of SwiGLU's values.
+    """
+
+    def __init__(self, t: Values, cos: Tensor, sin: Tensor, inner: float, behind: bool) -> None:
+        super().__init__(cos, sin)
+        self.behind, self.inner, self.one = behind, inner, torch.ones((), device=cos.device)
+        groups: list[tuple[str, ...]] = [("wo",), ("gate", "up"), ("down",), ("q", "k", "v")]
+        self.weights = {g: quantised(torch.cat([t[n] for n in g]), g[0] == "q") for g in groups}
+
+    def products(self, t: Values, x: Tensor, *names: str) -> Sequence[Tensor]:
+        weight, columns = self.weights[names]
+        if names == ("down",):
+            narrow = e4m3((x / self.inner).clamp(-E4M3_MAX, E4M3_MAX))
+            rows = torch.full((len(x),), self.inner, device=x.device)
+        else:
+            narrow, rows = quantised(x)
+        if self.behind:
+            y = scaled_product(narrow, weight, self.one, self.one).float()
+            y = (y * rows[:, None] * columns).bfloat16()
+        else:
+            y = scaled_product(narrow, weight, rows[:, None], columns[None])
+        return y.split([len(t[name]) for name in names], dim=1)
 
 
 def values(w: Widths, tokens: int, device: str) -> tuple[Values, Tensor, Tensor]:
@@ -227,24 +283,13 @@ def _block(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
     w = widths.shrunk(shrink)
     t, cos, sin = values(w, TOKENS // shrink, device)
     t = {name: value.requires_grad_() for name, value in t.items()}
-    ops, liger = Ops(cos, sin), LigerOps(cos, sin)
 
-    def bare() -> Contender:
+    def pairs() -> Sequence[tuple[Tensor, Tensor]]:
         act = torch.randn(len(t["x"]), w.ffn, device=device).bfloat16()
         gate_up, qkv = torch.cat((t["gate"], t["up"])), torch.cat((t["q"], t["k"], t["v"]))
-        rows = t["a"], t["x"], act, t["x"]
-        weights = t["wo"], gate_up, t["down"], qkv
-        return _multiplied([(a.detach(), b.detach()) for a, b in zip(rows, weights)], phase)  # noqa: B905
+        return (t["a"], t["wo"]), (t["x"], gate_up), (act, t["down"]), (t["x"], qkv)
 
-    makers = {
-        "ours": lambda: compiled(ops.block, t, phase, coda),
-        "gemm": bare,
-        "eager": lambda: Contender(differentiated(ops.block, t, phase)),
-        "compile": lambda: compiled(ops.block, t, phase),
-        "liger": lambda: Contender(differentiated(liger.block, t, phase)),
-        "liger, compiled": lambda: compiled(liger.block, t, phase),
-    }
-    return Setup(makers, differentiated(ops.block, wide(t), phase)(0), LIMIT)
+    return _setup(Ops(cos, sin).block, LigerOps(cos, sin).block, pairs, t, phase)
 
 
 def _head(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
@@ -265,13 +310,50 @@ def _head(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
         n = LigerOps(t["gamma"], t["gamma"]).norm(t["x"], t["gamma"])
         return (LigerFusedLinearCrossEntropyFunction.apply(n, t["weight"], targets)[0],)
 
-    pairs = [(t["x"].detach(), t["weight"].detach())]
-    makers: Mapping[str, Callable[[], Contender]] = {
+    return _setup(plain, liger, lambda: [(t["x"], t["weight"])], t, phase)
+
+
+def _setup(
+    plain: Way, liger: Way, pairs: Callable[[], Sequence[tuple[Tensor, Tensor]]], t: Values,
+    phase: str,
+) -> Setup:  # fmt: skip
+    """Set up what PyTorch, Liger and bare products of `pairs` compute of values."""
+    makers = {
         "ours": lambda: compiled(plain, t, phase, coda),
-        "gemm": lambda: _multiplied(pairs, phase),
+        "gemm": lambda: _multiplied([(a.detach(), b.detach()) for a, b in pairs()], phase),
         "eager": lambda: Contender(differentiated(plain, t, phase)),
         "compile": lambda: compiled(plain, t, phase),
         "liger": lambda: Contender(differentiated(liger, t, phase)),
         "liger, compiled": lambda: compiled(liger, t, phase),
     }
     return Setup(makers, differentiated(plain, wide(t), phase)(0), LIMIT)
+
+
+def _fp8_block(widths: Widths, device: str, shrink: int) -> Setup:
+    w = widths.shrunk(shrink)
+    t, cos, sin = values(w, TOKENS // shrink, device)
+    plain = Ops(cos, sin)
+    with torch.no_grad():
+        x = t["x"] + plain.products(t, t["a"], "wo")[0]
+        act = plain.gate(*plain.products(t, plain.norm(x, t["gamma"]), "gate", "up"))
+        inner = float(act.abs().max()) / E4M3_MAX
+        truth = differentiated(plain.block, wide(t), "forward")(0)
+    scaled, behind = (Fp8Ops(t, cos, sin, inner, late) for late in (False, True))
+
+    def bare() -> Contender:
+        narrow = [(quantised(t["a"])[0], "wo"), (quantised(t["x"])[0], "gate")]
+        narrow += [(e4m3(act / inner), "down"), (quantised(t["x"])[0], "q")]
+        weights = {names[0]: weight for names, (weight, _) in scaled.weights.items()}
+        one = scaled.one
+        return Contender(
+            lambda _: [scaled_product(a, weights[n], one, one) for a, n in narrow], lambda: {}
+        )
+
+    makers = {
+        "ours": lambda: compiled(scaled.block, t, "forward", coda),
+        "gemm": bare,
+        "eager": lambda: Contender(differentiated(scaled.block, t, "forward")),
+        "compile": lambda: compiled(scaled.block, t, "forward"),
+        "compile, scales behind": lambda: compiled(behind.block, t, "forward"),
+    }
+    return Setup(makers, truth, FP8_LIMIT)

@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.evals.cases import Absent, Case, Contender, Setup
+from coda_agent.evals.cases import Absent, Case, Contender, Setup, Suite
 
 TOKENS, LAYERS, HIDDEN, FFN, QKV, VOCABULARY = 2048, 32, 4096, 14336, 4096 + 2 * 1024, 128256
 BLOCK, EPS, LIMIT = 128, 1e-5, 0.01
@@ -29,6 +30,16 @@ SITES: dict[str, tuple[int, int, str]] = {
     "down projection, norm, QKV": (FFN, QKV, "gemm_rmsnorm_rope"),
     "down projection, norm, vocabulary": (FFN, VOCABULARY, "gemm_rmsnorm_partial_cross_entropy"),
 }
+
+
+_ABOUT = """The error of GEMM – RMSNorm – GEMM on the layers of Llama-3 8B, 2048 tokens, against
+float32 on the same bf16 values. `eager` is `mm`, `add`, `F.rms_norm`, `mm`. Values are drawn to
+resemble a trained model's (`evals/numerics.py`)."""
+
+
+def suite(_: Path) -> Suite:
+    """List the sites in each layer; means are taken over layers."""
+    return Suite("numerics", _ABOUT, cases(), group=lambda case: case.rpartition(" ")[0])
 
 
 def cases() -> list[Case]:

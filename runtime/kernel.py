@@ -263,10 +263,6 @@ class Kernel:
         """
         return self._layout().unpack(name, packed, extents)
 
-    def given(self, values: Sequence[Any]) -> list[Any]:
-        """What a call takes in the place of canonical inputs, in the spec's order."""
-        return self._declared.given(values) if self._declared else list(values)
-
     @property
     def packing(self) -> Mapping[str, Place]:
         """Inputs that the kernel takes packed, and what each is made of."""

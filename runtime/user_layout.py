@@ -89,24 +89,6 @@ class Declared:
                 found[i] = found[i].reshape(math.prod(extents[:rows]), math.prod(extents[rows:]))
         return found
 
-    def given(self, values: Sequence[Any]) -> list[Any]:
-        """What `entered` makes canonical inputs of, with one dimension of rows."""
-        found = list(values)
-        for i, _, flat, turned, columns, units in self.inputs:
-            value = found[i]
-            if hasattr(value, "shape"):
-                value = value.mT if turned else value
-                value = value.unsqueeze(0) if flat else value
-                value = value.unflatten(-1, (-1, *[1] * (columns - 1))) if columns else value
-                found[i] = _with_units(value, units)
-        for i, rows, units in self.tables:
-            shape, sides = [1] * len(units), (range(rows), range(rows, len(units)))
-            for extent, at in zip(found[i].shape, sides, strict=True):
-                if extent > 1:
-                    shape[next(j for j in at if not units[j])] = extent
-            found[i] = found[i].reshape(shape)
-        return found
-
     def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:
         """Declared outputs of canonical ones, in order; raw partials stay as they are."""
         values = results if isinstance(results, tuple) else () if results is None else (results,)
