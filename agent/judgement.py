@@ -28,7 +28,6 @@ from coda_agent.agent.judge.records import (
 DIGESTS = ("spec", "candidate")
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Figure = Literal["roofline", "over_compile", "of_gemm"]
-FIGURES: tuple[Figure, ...] = ("roofline", "over_compile", "of_gemm")
 
 
 class Kept(BaseModel):

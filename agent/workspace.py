@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.evidence import Evidence
-from coda_agent.agent.rooms import ROOMS, above
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.objects import reason, text_of
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.runtime.tuning import read_tuned
 
 INIT_HINT = "`coda-agent init` makes one"
+ROOMS = ("specs", "generated", "logs")
 
 _IGNORED = ("logs/runs/",)
 _README = Path(__file__).with_name("new_workspace.md")
@@ -313,8 +313,9 @@ def find(start: Path | None = None) -> Workspace:
     """
     start = (start or Path.cwd()).resolve()
     top = _top(start)
-    if (folder := above(start)) and folder.is_relative_to(top):
-        return Workspace(folder, top)
+    for folder in (start, *start.parents):
+        if folder.is_relative_to(top) and all((folder / room).is_dir() for room in ROOMS):
+            return Workspace(folder, top)
     missing = ", ".join(f"{room}/" for room in ROOMS if not (top / room).is_dir())
     raise WorkspaceError(f"{top} is not a workspace: it has no {missing}", hint=INIT_HINT)
 

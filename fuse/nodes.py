@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import ancestors as ancestors
+
 aten = torch.ops.aten
 PLAIN = (aten.mm.default, aten.addmm.default)
 PRODUCTS = (*PLAIN, aten._scaled_mm.default)
@@ -57,17 +59,6 @@ def bytes_of(nodes: Iterable[fx.Node]) -> int:
     """Bytes of nodes that are tensors, together."""
     values = [node.meta.get("val") for node in nodes]
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-
-
-def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
-    """Nodes and all that they are computed from; of these, those from one on in the graph."""
-    seen, pending = set[fx.Node](), [*nodes]
-    while pending:
-        node = pending.pop()
-        if node not in seen and not (since and node < since):
-            seen.add(node)
-            pending += node.all_input_nodes
-    return seen
 
 
 def make(

@@ -434,13 +434,9 @@ class Kernel:
     ) -> list[TileConfig]:
         """All right configurations with this reduction block, those predicted to be fastest at
         (M, N, K) first."""
-        program = next(iter(self.programs.values()))
-        usable = _usable(program, shape, block, self.refused)
-        model = self._likely_model(gpu, dtype)
-        if model is None or not any(config in model.costs for config in usable):
-            width = tables.width(dtype)
-            model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=self.spills)
-        return [config for config, _ in model.ranked(shape, usable)]
+        program, model = next(iter(self.programs.values())), self._likely_model(gpu, dtype)
+        about = self.refused, self.spills, gpu, model
+        return likely_tiles(program, shape, dtype, block, *about)
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
     def model(self, gpu: str, dtype: str) -> Model | None:
@@ -481,25 +477,23 @@ def likely_tiles(
     block: int | None = None,
     refused: Collection[str] = (),
     spills: Mapping[str, int] | None = None,
+    gpu: str | None = None,
+    model: Model | None = None,
 ) -> list[TileConfig]:
-    """Rank the tiles of a program of which nothing was measured; none without a GPU."""
-    if not (gpu := _gpu_name()):
+    """Rank the configurations with this reduction block, by what was fitted, or by the prior where
+    nothing was; none without a GPU."""
+    if not (gpu := gpu or _gpu_name()):
         return []
-    width = tables.width(dtype)
-    model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
-    return [config for config, _ in model.ranked(shape, _usable(program, shape, block, refused))]
-
-
-def _usable(
-    program: Program, shape: Shape, block: int | None, refused: Collection[str]
-) -> list[TileConfig]:
-    """The configurations on offer with this reduction block."""
-    return [
+    usable = [
         config
         for config in offered(program, [shape])
         if config.label not in refused
         and (block is None or reduction_block(program, config) == block)
     ]
+    if model is None or not any(config in model.costs for config in usable):
+        width = tables.width(dtype)
+        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
+    return [config for config, _ in model.ranked(shape, usable)]
 
 
 @lru_cache(maxsize=1)

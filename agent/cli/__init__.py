@@ -43,7 +43,7 @@ GROUPS = {
         *lazily("authoring", "prompt"),
         *lazily("tool", "tool"),
         *lazily("authoring", "mcp"),
-        *lazily("skill", "skill"),
+        *lazily("exporting", "skill"),
         group("eval", "Compare authors on a suite.",
               *lazily(f"{_EVALS}.trials", "run", "leaderboard")),
     ],

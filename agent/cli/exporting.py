@@ -1,10 +1,11 @@
-"""The command that writes kernels for other people's frameworks."""
+"""Commands that write what is made here for other people's frameworks and agents."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from coda_agent.agent import skill as skills
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.options import completed, known_kernels
 from coda_agent.agent.cli.report import progress, reported
@@ -52,3 +53,12 @@ def export(
         for name, x in done["kernels"].items()
     ]
     return Reply(done, "\n".join([*lines, f"{', '.join(done['variants'])} in {out / 'build'}"]))
+
+
+@reported()
+def skill(
+    out: Annotated[Path, typer.Option(help="The skill's folder, whose name is the skill's.")],
+) -> Reply:
+    """Write an agent skill: how to write specs and programs, with every demonstration."""
+    paths = skills.write(out)
+    return Reply({"folder": out, "files": paths}, f"{out}: {len(paths)} files")

@@ -83,7 +83,6 @@ class Case:
         inputs: By name.
         truth: Each output that is checked, exact, in float64.
         bounds: The largest errors that pass, by output.
-        torch_errors: Errors of PyTorch's own path, by output.
         allowed: What each element may err, by output; empty where no probes were asked for.
         rounding: What storing each element may err, by output; empty likewise.
         sizes: Dims.
@@ -95,7 +94,6 @@ class Case:
     inputs: Inputs
     truth: dict[str, torch.Tensor]
     bounds: dict[str, Errors]
-    torch_errors: dict[str, Errors]
     allowed: dict[str, torch.Tensor]
     rounding: dict[str, torch.Tensor]
     sizes: Mapping[str, int]
@@ -181,9 +179,7 @@ def make_case(
             rounding[o] = allowed[o]
             exact.append(o)
     certain = partial(draw.certain, probes, bounds, rounding, settled) if probes else dict
-    return Case(
-        inputs, truth, bounds, errors, allowed, rounding, sizes, structure, tuple(exact), certain
-    )
+    return Case(inputs, truth, bounds, allowed, rounding, sizes, structure, tuple(exact), certain)
 
 
 def _ways(

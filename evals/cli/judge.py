@@ -1,8 +1,8 @@
 """`coda-agent score-judge`: mutants, right programs and diagnoses, kept."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,14 +12,19 @@ from coda_agent.agent import execution
 from coda_agent.agent.cli.options import DeviceOption
 from coda_agent.agent.cli.report import quiet, reported
 from coda_agent.agent.reply import REFUSED, Reply
-from coda_agent.agent.workspace import find
+from coda_agent.agent.workspace import Kernel, find, kernel_names
+from coda_agent.demos import demos
 from coda_agent.evals.judge import generated as references
 from coda_agent.evals.judge import plans as planning
-from coda_agent.evals.judge import report, scores, selection
-from coda_agent.evals.judge.by_hand import SETS
+from coda_agent.evals.judge import report, scores
+from coda_agent.evals.judge.by_hand import AUTHORS, SETS, right_programs, written
+from coda_agent.evals.judge.corpus import Subject, demonstrations, kernels, rewrites
+from coda_agent.evals.judge.mutants import suite
 from coda_agent.evals.judge.scores import Judge, Score, score_mutants
 from coda_agent.primitives.errors import CodaError
+from coda_agent.runtime.kernel import load_kernel
 
+T = TypeVar("T")
 Found = dict[str, Score]
 Some = int | None
 _REPEATS = 5
@@ -60,27 +65,35 @@ def score_judge(
 
 
 def _mutants(judge: Judge, count: Some, seed: int, name: str = "mutants") -> dict[str, Found]:
-    """Every fault in turn."""
-    chosen = selection.mutants(find(), name, count=count, seed=seed)
+    """Every fault in turn, of accepted kernels, or "held-out" of demonstrations."""
+    right = _defaults() if name == "mutants" else demonstrations(demos())[0]
+    chosen = suite(right, seed=seed, count=count)
     return {name: score_mutants(judge, name, chosen, seed=seed)}
 
 
 def _diagnosis(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
     """Mistakes that authors make, the accepted kernels', and those of the demonstrations, which the
     diagnosis was not tuned on."""
-    wrong = selection.evenly(selection.authors(find()), count)
+    right = right_programs(AUTHORS, find().root / "specs")
+    wrong = _evenly(written(AUTHORS, right), count)
     found = {"authors": score_mutants(judge, "authors", wrong, seed=seed)}
     return found | _mutants(judge, count, seed) | _mutants(judge, count, seed, "held-out")
 
 
 def _by_hand(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
-    sets = {f"by-hand-{n}": selection.evenly(selection.by_hand(find(), n), count) for n in SETS}
+    first = {x.spec.name: x for x in _defaults()}
+    right = {kernel.name: (first[kernel.name], kernel.text) for kernel in _stored()}
+    sets = {f"by-hand-{n}": _evenly(written(n, right), count) for n in SETS}
     return {name: score_mutants(judge, name, x, seed=seed) for name, x in sets.items()}
 
 
 def _corpus(judge: Judge, count: Some, _: int) -> dict[str, Found]:
-    right = selection.right(find(), count)
-    return {"corpus": scores.score_corpus(judge, right, repeat=_REPEATS)}
+    """Accepted programs, rewrites of them, and demonstrations."""
+    right = list[Subject]()
+    for x in _accepted():
+        right += [x, *(rewrites(x) if x.is_default else [])]
+    chosen = _evenly([*right, *demonstrations(demos())[0]], count)
+    return {"corpus": scores.score_corpus(judge, chosen, repeat=_REPEATS)}
 
 
 def _generated(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
@@ -91,6 +104,26 @@ def _generated(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
 def _plans(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
     tried = planning.tried, count or 2000
     return {"plans": references.score_batches(judge, "plans", *tried, seed=seed)}
+
+
+def _stored() -> Collection[Kernel]:
+    """The accepted kernels, the workspace's before the package's."""
+    return kernel_names(find()).values()
+
+
+def _accepted() -> list[Subject]:
+    """Every program of theirs."""
+    return kernels(load_kernel(kernel.folder) for kernel in _stored())
+
+
+def _defaults() -> list[Subject]:
+    return [x for x in _accepted() if x.is_default]
+
+
+def _evenly(things: list[T], count: Some) -> list[T]:
+    """Take so many of them, at equal distances; all by default."""
+    count = min(count or len(things), len(things))
+    return [things[i * len(things) // count] for i in range(count)]
 
 
 _SCORES: dict[str, Callable[[Judge, Some, int], dict[str, Found]]] = {

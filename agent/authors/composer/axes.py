@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.authors.composer.calls import argument, bounds, name_of, shape_of
+from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.primitives.errors import ProgramError
 
 PRODUCTS = ("mm", "bmm")
@@ -133,7 +134,7 @@ class Axes:
             try:
                 self.dims[node] = self._of(node)
             except ProgramError as error:
-                raise Unread(node, error.message) from None
+                raise Refusal(error.message, node=node) from None
 
     def of(self, node: fx.Node) -> list[Dim]:
         """The uncut axes of each dim of a node."""
@@ -151,14 +152,6 @@ class Axes:
     def taken(self, value: Any) -> list[Dim]:
         """The dims of an argument."""
         return self.dims[value] if isinstance(value, fx.Node) and value in self.dims else []
-
-
-class Unread(ProgramError):
-    """A node whose axes are not known."""
-
-    def __init__(self, node: fx.Node, message: str) -> None:
-        super().__init__(message)
-        self.node = node
 
 
 def fresh(shape: Iterable[int]) -> list[Dim]:

@@ -1,7 +1,8 @@
-"""Calls of ATen in a traced graph: their names, arguments and shapes."""
+"""Calls of ATen in a traced graph: their names, arguments and shapes, and what they need."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -34,3 +35,14 @@ def bounds(node: fx.Node) -> tuple[int, int, int, int]:
     start = max(start + size, 0) if start < 0 else min(start, size)
     stop = size if stop is None else max(stop + size, 0) if stop < 0 else min(stop, size)
     return dim, start, stop, argument(node, 4 + shift, "step", 1)
+
+
+def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
+    """Nodes and all that they are computed from; of these, those from one on in the graph."""
+    seen, pending = set[fx.Node](), [*nodes]
+    while pending:
+        node = pending.pop()
+        if node not in seen and not (since and node < since):
+            seen.add(node)
+            pending += node.all_input_nodes
+    return seen

@@ -12,6 +12,7 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.axes import SIZED, Axes, Axis, Dim
 from coda_agent.agent.authors.composer.calls import argument, bounds, name_of, shape_of
+from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.primitives.errors import ProgramError
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -111,18 +112,10 @@ def _value(node: fx.Node, copy: fx.Node, shape: Sequence[int]) -> torch.Tensor:
     try:
         value = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise Unfit(node, f"{(str(error).splitlines() or [''])[0]} at other sizes") from None
+        raise Refusal(f"{(str(error).splitlines() or [''])[0]} at other sizes", node=node) from None
     if isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(shape):
-        raise Unfit(node, "has a size as a number")
+        raise Refusal("has a size as a number", node=node)
     return value
-
-
-class Unfit(ProgramError):
-    """A node that is bound to its sizes."""
-
-    def __init__(self, node: fx.Node, message: str) -> None:
-        super().__init__(message)
-        self.node = node
 
 
 def _arguments(
@@ -141,7 +134,7 @@ def _arguments(
             if (len(args) == 1 and args[0] == shape_of(node)[0]) or op == "iota":
                 args[0] = shape[0]
             elif shape != [*shape_of(node)]:
-                raise Unfit(node, "counts from other than 0")
+                raise Refusal("counts from other than 0", node=node)
         case "slice" | "slice_scatter":
             dim, start, stop, step = bounds(node)
             old, new = shape_of(node.args[0])[dim], extents(node.args[0])[dim]

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from coda_agent.agent.authors.composer.axes import PRODUCTS
-from coda_agent.agent.authors.composer.calls import name_of
+from coda_agent.agent.authors.composer.calls import ancestors, name_of
 from coda_agent.agent.authors.composer.capture import decompositions, noted
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.specs.recording import alone
@@ -104,15 +104,7 @@ class Retraced:
 
 def needs_product(node: fx.Node) -> bool:
     """Whether a node is a product, or is computed with one."""
-    seen, pending = set[fx.Node](), [node]
-    while pending:
-        n = pending.pop()
-        if n.op == "call_function" and name_of(n) in PRODUCTS:
-            return True
-        if n not in seen:
-            seen.add(n)
-            pending += n.all_input_nodes
-    return False
+    return any(n.op == "call_function" and name_of(n) in PRODUCTS for n in ancestors([node]))
 
 
 def retraced(graph: fx.Graph) -> Retraced:

@@ -10,18 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import fx
 
 from coda_agent.agent.authors.composer.assemble import assemble
-from coda_agent.agent.authors.composer.axes import Unread
-from coda_agent.agent.authors.composer.calls import shape_of
+from coda_agent.agent.authors.composer.calls import ancestors, shape_of
 from coda_agent.agent.authors.composer.join import Composition, joined
 from coda_agent.agent.authors.composer.merge import merge, products
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.reading import Reading, Reordered
-from coda_agent.agent.authors.composer.resize import Unfit
 from coda_agent.agent.authors.composer.retrace import Retraced, retraced
 from coda_agent.agent.authors.composer.rounding import of_stored
 
@@ -76,7 +72,7 @@ def _pieces(traced: Retraced) -> list[list[str]]:
         return [[*traced.results]]
     pieces: list[tuple[set[fx.Node], list[str]]] = []
     for name, node in traced.results.items():
-        needs, names = _products_of(node, every) or {every[0]}, [name]
+        needs, names = ancestors([node]).intersection(every) or {every[0]}, [name]
         apart = []
         for others, known in pieces:
             if needs & others:
@@ -85,16 +81,6 @@ def _pieces(traced: Retraced) -> list[list[str]]:
                 apart.append((others, known))
         pieces = [*apart, (needs, names)]
     return [names for _, names in pieces]
-
-
-def _products_of(node: fx.Node, every: Sequence[fx.Node]) -> set[fx.Node]:
-    """The products that a value needs."""
-    seen, pending = set[fx.Node](), [node]
-    while pending:
-        if (n := pending.pop()) not in seen:
-            seen.add(n)
-            pending += n.all_input_nodes
-    return seen.intersection(every)
 
 
 def _composed(traced: Retraced) -> Composition:
@@ -115,8 +101,8 @@ def _composed(traced: Retraced) -> Composition:
             return Composition(program, a, b, operands, outputs, extents, rewritten)
         except Reordered:
             continue
-        except (Unread, Unfit, Refusal) as error:
-            node, output = error.node, getattr(error, "output", "")
+        except Refusal as error:
+            node = error.node
             if reading is not None and node is not None:
                 node = reading.original.get(node, node)
             at = None if node is None else traced.origin(node)
@@ -125,6 +111,6 @@ def _composed(traced: Retraced) -> Composition:
             if reading is not None and reading.paired and not halves:
                 halves = True
             else:
-                at = traced.outputs.get(output, at)
-                raise Refusal(error.message, error.hint, at, output) from None
+                at = traced.outputs.get(error.output, at)
+                raise Refusal(error.message, error.hint, at, error.output) from None
     raise Refusal("needs too many values that are computed before the product")
