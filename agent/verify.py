@@ -69,17 +69,16 @@ def verify(
 
 def judge_only(
     run: Run,
-    kind: str,
     spec: Spec,
     text: str,
     observer: Observer,
     *,
-    device: Device = "auto",
-    gates: tuple[str, ...] = GATES,
-    seed: int | None = None,
+    device: Device,
+    gates: tuple[str, ...],
+    seed: int | None,
 ) -> Outcome:
-    """Judge a text before all gates, or some, with draws of a seed; only the run is stored."""
-    with short_run(run, observer, kind, spec.name) as log:
+    """Judge a text before some gates, with draws of a seed; only the run is stored."""
+    with short_run(run, observer, "check", spec.name) as log:
         verdict = _judge(spec, text, log, device, gates, seed=seed)
     level = verdict.level if verdict.passed else None
     return Outcome(spec.name, verdict.passed, level, None, None, None, run.folder, verdict)

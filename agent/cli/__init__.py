@@ -34,7 +34,6 @@ GROUPS = {
         *lazily("tuning", "tune", "fit", "warm"),
         *lazily("exporting", "export"),
         *lazily(f"{_EVALS}.bench", "bench"),
-        *lazily(f"{_EVALS}.judge", "score_judge"),
     ],
     "Agents": [
         *lazily("runs", "runs"),
@@ -44,8 +43,9 @@ GROUPS = {
         *lazily("tool", "tool"),
         *lazily("authoring", "mcp"),
         *lazily("exporting", "skill"),
-        group("eval", "Compare authors on a suite.",
-              *lazily(f"{_EVALS}.trials", "run", "leaderboard")),
+        group("eval", "Compare authors on a suite, and score the judge.",
+              *lazily(f"{_EVALS}.trials", "run", "leaderboard"),
+              *lazily(f"{_EVALS}.judge", "judge")),
     ],
 }  # fmt: skip
 """Every command, as `--help` shows them."""

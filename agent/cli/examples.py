@@ -15,7 +15,6 @@ EXAMPLES = {
     "warm": "warm gemm_swiglu --shape 512,28672,4096",
     "export": "export gemm_swiglu gemm_rmsnorm --out kernels",
     "bench": 'bench --suite paper --case "gemm_rope 4096"',
-    "score-judge": "score-judge mutants --count 20",
     "runs": "runs last --html run.html",
     "resume": "resume last --max-usd 6",
     "replay": "replay last",
@@ -26,4 +25,5 @@ EXAMPLES = {
     "skill": "skill --out .agents/skills/coda-agent",
     "eval run": "eval run --suite smoke --author composer",
     "eval leaderboard": "eval leaderboard --html leaderboard.html",
+    "eval judge": "eval judge mutants --count 20",
 }

@@ -63,7 +63,12 @@ def check(
         device, tools = "cuda", sanitizing.tools(sanitize)
     execution.usable_gpu(device)
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
-    outcome = targets.judged("check", target, spec, device=device, gates=gates, seed=seed)
+    text, found = targets.program(target, spec)
+    run = targets.new_run("check", found.name)
+    with progress() as observer:
+        outcome = verification.judge_only(
+            run, found, text, observer, device=device, gates=gates, seed=seed
+        )
     return judged(outcome)
 
 

@@ -4,11 +4,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from coda_agent.agent import verify
-from coda_agent.agent.cli.report import progress
-from coda_agent.agent.device import Device
-from coda_agent.agent.judge.records import GATES
-from coda_agent.agent.pipeline import Outcome
 from coda_agent.agent.workspace import (
     Kernel,
     Run,
@@ -96,24 +91,6 @@ def _spec_of(path: Path, spec: str | None) -> Path:
         return known[found[0]].resolve()
     what = " or ".join(names) or "no program"
     raise WorkspaceError(f"no spec for {path} (it defines {what})", hint="name it with --spec")
-
-
-def judged(
-    kind: str,
-    target: str,
-    spec: str | None = None,
-    *,
-    device: Device = "cuda",
-    gates: tuple[str, ...] = GATES,
-    seed: int | None = None,
-) -> Outcome:
-    """What the judge says of a FILE or KERNEL, in a run of its own."""
-    text, found = program(target, spec)
-    run = new_run(kind, found.name)
-    with progress() as observer:
-        return verify.judge_only(
-            run, kind, found, text, observer, device=device, gates=gates, seed=seed
-        )
 
 
 def named(

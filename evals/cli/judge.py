@@ -1,4 +1,4 @@
-"""`coda-agent score-judge`: mutants, right programs and diagnoses, kept."""
+"""`coda-agent eval judge`: mutants, right programs and diagnoses, kept."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ _REPEATS = 5
 
 
 @reported("contended")
-def score_judge(
+def judge(
     score: Annotated[
         Literal["mutants", "diagnosis", "by-hand", "corpus", "generated", "plans"],
         typer.Argument(metavar="SCORE"),
@@ -56,12 +56,12 @@ def score_judge(
     where = {"generated": "cpu", "plans": "cpu"}.get(score, device)
     if device not in ("auto", where):
         raise CodaError(f"{score} is a score of --device {where}")
-    with _judge(where) as judge:
-        found = _SCORES[score](judge, count, seed)
+    with _judge(where) as scored:
+        found = _SCORES[score](scored, count, seed)
         named: list[str] = []
         if score == "diagnosis":
             named = [f"{n}: {report.diagnosis(x.values())[0]} named" for n, x in found.items()]
-        return _reply(judge, found, *named, refuse=score != "diagnosis")
+        return _reply(scored, found, *named, refuse=score != "diagnosis")
 
 
 def _mutants(judge: Judge, count: Some, seed: int, name: str = "mutants") -> dict[str, Found]:

@@ -20,7 +20,7 @@ _MOST = 12
 """Of faults, refusals or survivors that the page names."""
 _HEAD = """# How strong the judge is
 
-Written by `coda-agent score-judge` from `evals/results/judge-*.jsonl`; do not edit.
+Written by `coda-agent eval judge` from `evals/results/judge-*.jsonl`; do not edit.
 
 - A *mutant* is a right program with one fault: an edit of its graph, or a lowering that runs it as
   a broken kernel would. *Held out* are mutants of the demonstrations, on which nothing was tuned.

@@ -306,8 +306,8 @@ def test_errors(where: workspace.Workspace, text: str, code: int, message: str) 
         ),
         (["spec", "gemm_symlog", "--name", "mine"], 2, "--shape and --name are of a function"),
         (["runs", "--html", "a.html"], 2, "--html and --format are of one run"),
-        (["score-judge", "luck"], 2, "'luck' is not one of 'mutants'"),
-        (["score-judge", "plans", "--device", "cuda"], 2, "plans is a score of --device cpu"),
+        (["eval", "judge", "luck"], 2, "'luck' is not one of 'mutants'"),
+        (["eval", "judge", "plans", "--device", "cuda"], 2, "plans is a score of --device cpu"),
     ],
 )
 def test_bad_input(where: workspace.Workspace, args: list[str], code: int, message: str) -> None:

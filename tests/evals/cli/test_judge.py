@@ -15,7 +15,7 @@ from coda_agent.evals.cells import FOLDER
 def test_a_score_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     where = workspace.init(tmp_path)[0]
-    command = ["score-judge", "mutants", "--count", "3", "--device", "cpu"]
+    command = ["eval", "judge", "mutants", "--count", "3", "--device", "cpu"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("mutants: killed 3 of 3, 100.0%")
