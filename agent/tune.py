@@ -112,7 +112,7 @@ def _proposed(function: Function, shape: Shape, dtype: str, gpu: str) -> list[Ti
     """The right configurations to compile and time at a shape, as the model of their times ranks
     them."""
     program, *_ = function.programs.values()
-    refused, model = function.refused, function.model(gpu, dtype)
-    count, spills = PROPOSED + len(refused), function.spills
+    refused, model = function.tiles.refused, function.tiles.model(gpu, dtype)
+    count, spills = PROPOSED + len(refused), function.tiles.spills
     found = propose(program, *shape, count=count, model=model, spills=spills)
     return [config for config in found if config.label not in refused][:PROPOSED]

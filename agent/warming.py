@@ -77,7 +77,7 @@ def ahead(
         for types in spec.type_choices():
             dtype = spec.dtype_of(spec.gemm[0], types)
             element = next(iter(types.values()), "bfloat16")
-            config = function.choose(*shape, dtype, block, name)
+            config = function.tiles.choose(*shape, dtype, block, name)
             if config is None:
                 raise CodaError(f"{spec.name}: no tile has block_size {block}")
             for variant, program in function.programs.items():
@@ -103,10 +103,11 @@ def _gpu(function: Function, name: str | None) -> str:
     if name is None:
         hint = 'name the one kernels will run on: --gpu "NVIDIA H200"'
         return demanded(here().gpu(), hint).name
-    known = {*function.tuned, *(function.user.gpus() if function.user else ())}
+    tiles = function.tiles
+    known = {*tiles.tuned, *(tiles.user.gpus() if tiles.user else ())}
     spec = function.spec
     dtypes = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}
-    if name not in known and not any(function.model(name, dtype) for dtype in dtypes):
+    if name not in known and not any(tiles.model(name, dtype) for dtype in dtypes):
         hint = near_matches(name, known) or f"known: {', '.join(sorted(known))}"
         raise CodaError(f"nothing was measured of {function.__name__} on a {name!r}", hint=hint)
     return name

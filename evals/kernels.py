@@ -133,7 +133,7 @@ def _case(
         found = load(root, kernel)
         spec, (m, n, k) = found.spec, (place(1)[0][dim] for dim in found.spec.gemm_dims)
         dtype = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, _DTYPE))
-        tile = found.choose(m, n, k, dtype) or DEFAULT_CONFIGS["sm_90a"]
+        tile = found.tiles.choose(m, n, k, dtype) or DEFAULT_CONFIGS["sm_90a"]
         return CompileJob.of(found.programs[spec.variant()], tile, "sm_90a", spec, _DTYPE)
 
     return Case(name, contenders, make, job=job)
@@ -148,7 +148,7 @@ def load(root: Path, name: str) -> Kernel:
 def _contender(workload: Workload, name: str) -> Contender:
     """Build a contender, which notes what it leaves out, and ours its tile."""
     call, given = (_OWN.get(name) or CONTENDERS[name])(workload), list[str]()
-    tile = workload.kernel.choose(*workload.mnk, workload.dtype) if name == "ours" else None
+    tile = workload.kernel.tiles.choose(*workload.mnk, workload.dtype) if name == "ours" else None
 
     def outputs() -> Outputs:
         found = call(0)

@@ -15,8 +15,8 @@ from coda_agent.fuse.verify import operands_of
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-from coda_agent.runtime.kernel import likely_tiles
 from coda_agent.runtime.program_operator import function_of
+from coda_agent.runtime.tile_choice import likely_tiles
 
 TILES = 3
 """Likely tiles that are tried where nothing was measured of a kernel, of other sizes each. Of 17

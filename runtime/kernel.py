@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,15 +15,14 @@ from coda_agent.primitives.errors import ArgumentError, LaunchError, TextError, 
 from coda_agent.primitives.objects import reason, text_of
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
-from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime import dispatch_tables as tables
 from coda_agent.runtime.call_cache import filled, signature, traced
-from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.runtime.documentation import documentation
-from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_block
+from coda_agent.runtime.function import ProgramFunction
 from coda_agent.runtime.operators import Variant, differentiated, register, scalars
 from coda_agent.runtime.pruning import without
+from coda_agent.runtime.tile_choice import TileChoice, prior_chooser
 from coda_agent.runtime.tuning import UserTuning, read_tuned
 from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec, load_spec
@@ -43,16 +42,11 @@ class Kernel:
     Attributes:
         spec: Its frozen spec.
         programs: Its programs by variant name.
-        tuned: GPU name to dtype to measured shapes with their best configuration.
-        refused: Labels of tiles that compute wrongly; never dispatched.
-        user: What the user measured of it; None of a kernel that is not an accepted one's folder.
-        folder: Of accepted kernels, where a dispatch table may be beside the package's.
-        spills: A thread's stores to local memory, by a tile's label.
+        tiles: Which tile a call runs.
         variants: What runs, for each choice of the static parameters.
         ops: Their operators.
         kept: Operators that calls with gradients run in place of these, where their backward pass
             needs more than they store: that is their last output.
-        fitted: The program whose measurements choose tiles; None is the first of `programs`.
         left_out: Outputs of the accepted kernel that this one does not give.
         origin: What gives it again, as `__reduce__` returns it; None where nothing does.
     """
@@ -63,20 +57,13 @@ class Kernel:
         self,
         spec: Spec,
         programs: Mapping[str, Program],
-        tuned: Mapping[str, Mapping[str, list[dict[str, Any]]]],
-        refused: frozenset[str],
         op_name: str,
-        user: UserTuning | None = None,
-        folder: Path = tables.PACKAGED,
-        spills: Mapping[str, int] | None = None,
-        fitted: Program | None = None,
+        tiles: TileChoice | None = None,
         left_out: tuple[str, ...] = (),
     ) -> None:
-        self.left_out = left_out
-        self.fitted = fitted or next(iter(programs.values()))
+        self.spec, self.programs, self.left_out = spec, programs, left_out
+        self.tiles = tiles = tiles or TileChoice(spec.name, next(iter(programs.values())))
         self._op, self._less = op_name, dict[tuple[str, ...], Kernel]()
-        self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
-        self.user, self.folder, self.spills = user, folder, spills or {}
         self.__name__ = spec.name  # what help() and torch.compile print
         column = Draw("integers", (0, spec.gemm_dims[1]))
         columns = tuple(x for x, t in spec.inputs.items() if t.draw == column)
@@ -87,9 +74,9 @@ class Kernel:
             o: None if x.dtype == element else spec.types.get(x.dtype, (x.dtype,))[0]
             for o, x in spec.outputs.items()
         }
-        choose = lru_cache(maxsize=1024)(self.choose)
+        choose = lru_cache(maxsize=1024)(tiles.choose)
         functions = {
-            v: ProgramFunction(program, dtypes, choose, types, refused, columns)
+            v: ProgramFunction(program, dtypes, choose, types, tiles.refused, columns)
             for v, program in programs.items()
         }
         self.variants = {
@@ -98,7 +85,7 @@ class Kernel:
         }
         self.ops = register(op_name, spec, self.variants)
         gradients.register(op_name, spec, self.variants)
-        choosing = partial(prior_chooser, refused=refused, spills=self.spills)
+        choosing = partial(prior_chooser, refused=tiles.refused, spills=tiles.spills)
         kept = gradients.keeping(spec, self.variants, choosing)
         self.kept = register(f"{op_name}_kept", spec, kept)
         gradients.register(f"{op_name}_kept", spec, kept)
@@ -205,10 +192,9 @@ class Kernel:
             return self
         if key not in self._less or len(key) < len({*outputs}):
             spec, programs = without(self.spec, self.programs, outputs)
-            self._less[key] = less = Kernel(
-                spec, programs, self.tuned, self.refused, "_".join((self._op, "without", *key)),
-                self.user, self.folder, self.spills, self.fitted, (*self.left_out, *key),
-            )  # fmt: skip
+            tiles = replace(self.tiles, name=spec.name, program=next(iter(programs.values())))
+            name, left_out = "_".join((self._op, "without", *key)), (*self.left_out, *key)
+            self._less[key] = less = Kernel(spec, programs, name, tiles, left_out)
             less.origin = Kernel.without, (self, *key)
         return self._less[key]
 
@@ -394,127 +380,6 @@ class Kernel:
                     f"expected a {'number or ' * number}tensor"
                 )
 
-    def choose(
-        self,
-        m: int,
-        n: int,
-        k: int,
-        dtype: str,
-        block: int | None = None,
-        gpu: str | None = None,
-    ) -> TileConfig | None:
-        """The configuration to run, of those with this reduction block: what the user measured to
-        be fastest at exactly this shape, else what tuned.json has of it, else what the GPU's
-        dispatch table predicts to be, or without one the prior.
-
-        Args:
-            m, n, k: The shape.
-            dtype: Of A.
-            block: The reduction block; None leaves it open.
-            gpu: A GPU's name; by default that of the first one here.
-
-        Returns:
-            The configuration; None where there is no GPU, or none has this block.
-        """
-        gpu = gpu or _gpu_name()
-        if not gpu:
-            return None
-        if self.user and (config := self.user.find(gpu, dtype, (m, n, k), block)):
-            if self._dispatchable(config, (m, n, k)):
-                return config
-        for line in self.tuned.get(gpu, {}).get(dtype, []):
-            if (line["m"], line["n"], line["k"]) == (m, n, k):
-                entry = line["config"] if block is None else line.get("blocks", {}).get(str(block))
-                if entry and self._dispatchable(config := TileConfig(**entry), (m, n, k)):
-                    return config
-        return next(iter(self.ranked((m, n, k), dtype, gpu, block)), None)
-
-    def ranked(
-        self, shape: Shape, dtype: str, gpu: str, block: int | None = None
-    ) -> list[TileConfig]:
-        """All right configurations with this reduction block, those predicted to be fastest at
-        (M, N, K) first."""
-        program, model = next(iter(self.programs.values())), self._likely_model(gpu, dtype)
-        about = self.refused, self.spills, gpu, model
-        return likely_tiles(program, shape, dtype, block, *about)
-
-    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
-    def model(self, gpu: str, dtype: str) -> Model | None:
-        """Find what was fitted to measurements on a GPU; None where nothing was."""
-        return tables.find(self.folder, gpu, self.spec.name, self.fitted.digest, dtype)
-
-    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
-    def _likely_model(self, gpu: str, dtype: str) -> Model | None:
-        """Find a GPU's model, or what another card's becomes with its SMs."""
-        about = self.spec.name, self.fitted.digest, dtype
-        return tables.find(self.folder, gpu, *about, sms=_gpu(gpu).sms)
-
-    def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
-        """Whether a configuration that a file names for a shape is one that a tuner may find."""
-        program = next(iter(self.programs.values()))
-        plain = replace(config, swizzle=8)  # other orders run the same code
-        if config.swizzle not in (8, *SWIZZLES) or plain not in offered(program, [shape]):
-            return False
-        return self.refused.isdisjoint((plain.label, config.label))
-
-
-def prior_chooser(
-    program: Program, refused: Collection[str] = (), spills: Mapping[str, int] | None = None
-) -> Chooser:
-    """Make what chooses tiles of a program of which nothing was measured."""
-
-    def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
-        likely = likely_tiles(program, (m, n, k), dtype, block, refused, spills)
-        return next(iter(likely), None)
-
-    return choose
-
-
-def likely_tiles(
-    program: Program,
-    shape: Shape,
-    dtype: str,
-    block: int | None = None,
-    refused: Collection[str] = (),
-    spills: Mapping[str, int] | None = None,
-    gpu: str | None = None,
-    model: Model | None = None,
-) -> list[TileConfig]:
-    """Rank the configurations with this reduction block, by what was fitted, or by the prior where
-    nothing was; none without a GPU."""
-    if not (gpu := gpu or _gpu_name()):
-        return []
-    usable = [
-        config
-        for config in offered(program, [shape])
-        if config.label not in refused
-        and (block is None or reduction_block(program, config) == block)
-    ]
-    if model is None or not any(config in model.costs for config in usable):
-        width = tables.width(dtype)
-        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
-    return [config for config, _ in model.ranked(shape, usable)]
-
-
-@lru_cache(maxsize=1)
-def _gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
-@lru_cache(maxsize=4)
-def _gpu(name: str) -> Gpu:
-    """A GPU as the prior needs it: the first one here, or where that has another name an H200."""
-    import torch
-
-    if _gpu_name() != name or not torch.cuda.is_available():
-        return H200._replace(name=name)
-    about = torch.cuda.get_device_properties(0)
-    # Kilohertz, twice a clock, and bits.
-    rate = getattr(about, "memory_clock_rate", 0) * 2e3 * getattr(about, "memory_bus_width", 0) / 8
-    return Gpu(name, about.multi_processor_count, rate or H200.bytes_s)
-
 
 # By operator: torch takes each name once a process.
 _LOADED: dict[str, tuple[str, Kernel]] = {}
@@ -557,8 +422,9 @@ def load_kernel(folder: Path) -> Kernel:
         except TextError as error:
             raise WorkspaceError(f"{path}: {error.message}", hint=error.hint) from None
         refused = frozenset(found.tile for found in evidence.refused_tiles)
-        known = user_tuning(folder), folder.parent, evidence.compiled.spills
-        kernel = Kernel(spec, programs, tuned, refused, name, *known)
+        first, spills = next(iter(programs.values())), evidence.compiled.spills
+        about = tuned, refused, user_tuning(folder), folder.parent, spills
+        kernel = Kernel(spec, programs, name, TileChoice(spec.name, first, *about))
         if packaged:  # a global, to pickle: an attribute of the package
             kernel.__module__, kernel.origin = "coda_agent.generated", name
         else:

@@ -16,8 +16,9 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import ColIndex
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.function import Chooser, ProgramFunction
-from coda_agent.runtime.kernel import load_kernel, prior_chooser
+from coda_agent.runtime.kernel import load_kernel
 from coda_agent.runtime.operators import operators
+from coda_agent.runtime.tile_choice import prior_chooser
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ def function_of(text: str) -> ProgramFunction:
     choose, refused = prior_chooser(program), frozenset[str]()
     if known["like"] and Path(known["like"], "kernel.py").is_file():
         accepted = load_kernel(Path(known["like"]))
-        choose, refused = accepted.choose, accepted.refused
+        choose, refused = accepted.tiles.choose, accepted.tiles.refused
     if "tiles" in known:
         shape, config = known["tiles"]
         choose = _chosen_at(shape, config, choose)

@@ -106,7 +106,7 @@ def dispatched(folder: Path) -> dict[str, list[str]]:
     _, n, k = (kernel.spec.bench_shapes[0][dim] for dim in kernel.spec.gemm_dims)
     dtype = kernel.spec.dtype_of(kernel.spec.gemm[0], kernel.spec.default_types())
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else H200.name
-    tiles = {m: kernel.choose(m, n, k, dtype, gpu=gpu) for m in (1 << i for i in range(14))}
+    tiles = {m: kernel.tiles.choose(m, n, k, dtype, gpu=gpu) for m in (1 << i for i in range(14))}
     lines = []
     for tile, rows in groupby(tiles, lambda m: tiles[m]):
         first, *_, last = [*rows] * 2

@@ -74,7 +74,7 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
     Raises:
         CodaError: nothing is known of that GPU, or of such a type.
     """
-    spec = kernel.spec
+    spec, tiles = kernel.spec, kernel.tiles
     known = [spec.dtype_of(spec.gemm[0], x) for x in spec.type_choices()]
     types = [x for x in known if not wanted.types or x in wanted.types]
     if not types:
@@ -82,17 +82,17 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
         raise CodaError(f"{spec.name} takes no {got}, expected {expected}")
     counts, ranked = Counter[TileConfig](), dict[str, dict[Shape, list[TileConfig]]]()
     for dtype in types:
-        if wanted.gpu not in kernel.tuned and not kernel.model(wanted.gpu, dtype):
+        if wanted.gpu not in tiles.tuned and not tiles.model(wanted.gpu, dtype):
             raise CodaError(
                 f"nothing was measured of {spec.name} on a {wanted.gpu!r}",
-                hint=f"known: {', '.join(kernel.tuned) or 'none'}; coda-agent fit measures here",
+                hint=f"known: {', '.join(tiles.tuned) or 'none'}; coda-agent fit measures here",
             )
-        lines = kernel.tuned.get(wanted.gpu, {}).get(dtype, [])
+        lines = tiles.tuned.get(wanted.gpu, {}).get(dtype, [])
         measured = [(line["m"], line["n"], line["k"]) for line in lines]
         at = ranked[dtype] = dict[Shape, list[TileConfig]]()
         for shape in (*measured, *product(*_AXES)):
-            found = kernel.ranked(shape, dtype, wanted.gpu)
-            if first := shape in measured and kernel.choose(*shape, dtype, None, wanted.gpu):
+            found = tiles.ranked(shape, dtype, wanted.gpu)
+            if first := shape in measured and tiles.choose(*shape, dtype, None, wanted.gpu):
                 found = [first, *found]
             at[shape] = [x for x in found if x.fused and x.cluster_m * x.cluster_n <= 2]
             counts[at[shape][0]] += 10**6 if shape in measured else 1  # measured ones first

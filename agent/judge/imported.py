@@ -123,10 +123,13 @@ def _kernel(
     refused: Collection[str],
 ) -> Kernel:
     from coda_agent.runtime.kernel import Kernel
+    from coda_agent.runtime.tile_choice import TileChoice
 
     data = [{v: p.to_dict() for v, p in programs.items()}, tuned, sorted(refused)]
     text = repr(spec) + json.dumps(data, sort_keys=True)
     name = f"{spec.name}_judged_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if name not in _MADE:
-        _MADE[name] = Kernel(spec, programs, tuned, frozenset(refused), name)
+        first = next(iter(programs.values()))
+        tiles = TileChoice(spec.name, first, tuned, frozenset(refused))
+        _MADE[name] = Kernel(spec, programs, name, tiles)
     return _MADE[name]

@@ -439,13 +439,13 @@ def test_a_fold_has_the_order_of_the_one_that_runs_in_place(over_rows: bool) -> 
 def test_a_table_has_the_tile_that_a_measured_shape_dispatches() -> None:
     choices = choose(gemm_residual_partial_rmsnorm, Wanted(H200, 6))
     for dtype, table in choices.tables.items():
-        for line in gemm_residual_partial_rmsnorm.tuned[H200][dtype]:
+        for line in gemm_residual_partial_rmsnorm.tiles.tuned[H200][dtype]:
             shape = line["m"], line["n"], line["k"]
             at = 0
             for size, axis in zip(shape, table["axes"], strict=True):
                 at = at * len(axis) + axis.index(size)
             first = choices.tiles[table["orders"][table["near"][at]][0]]
-            assert first == gemm_residual_partial_rmsnorm.choose(*shape, dtype, None, H200)
+            assert first == gemm_residual_partial_rmsnorm.tiles.choose(*shape, dtype, None, H200)
 
 
 def test_a_type_and_a_gpu_that_nothing_is_known_of() -> None:

@@ -93,11 +93,11 @@ def test_a_packaged_kernel_is_tuned_in_any_folder(measurer: Measurer) -> None:
 def test_ten_tiles_are_tried_that_the_evidence_does_not_refuse(measurer: Measurer) -> None:
     kernel = generated.gemm_fp8_rmsnorm_swiglu
     (program,), shape = kernel.programs.values(), (128, 6144, 4096)
-    assert len(offered(program, [shape])) > 15 and kernel.refused
+    assert len(offered(program, [shape])) > 15 and kernel.tiles.refused
     run("tune", "gemm_fp8_rmsnorm_swiglu", "--shape", "128,6144,4096")
     assert len(set(measurer.tiles)) == 10 and set(measurer.tiles) <= {*offered(program, [shape])}
-    assert kernel.refused.isdisjoint(tile.label for tile in measurer.tiles)
-    assert kernel.ranked(shape, "float8_e4m3fn", GPU.name)[0] in measurer.tiles
+    assert kernel.tiles.refused.isdisjoint(tile.label for tile in measurer.tiles)
+    assert kernel.tiles.ranked(shape, "float8_e4m3fn", GPU.name)[0] in measurer.tiles
 
 
 def test_what_was_measured_before_a_failure_or_an_interrupt_is_kept(measurer: Measurer) -> None:

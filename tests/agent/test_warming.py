@@ -64,7 +64,7 @@ spec = kernel.spec
 for types in spec.type_choices():
     dtype = lambda x: getattr(torch, spec.dtype_of(x, types))
     empty = lambda shape, x: torch.empty(shape, dtype=dtype(x), device="meta")
-    config = kernel.choose(m, n, k, spec.dtype_of(spec.gemm[0], types), gpu="NVIDIA H200")
+    config = kernel.tiles.choose(m, n, k, spec.dtype_of(spec.gemm[0], types), gpu="NVIDIA H200")
     with FakeTensorMode():
         scalar = torch.empty(1, device="cuda")
     for number in (2.5, scalar):
@@ -140,7 +140,7 @@ def test_a_call_after_warming_compiles_nothing(
 
 def config(m: int) -> TileConfig:
     kernel = generated.gemm_residual_partial_rmsnorm
-    found = kernel.choose(m, 4096, 14336, "bfloat16", gpu=H200)
+    found = kernel.tiles.choose(m, 4096, 14336, "bfloat16", gpu=H200)
     assert found
     return found
 
@@ -177,7 +177,7 @@ def test_the_fold_of_a_final_reduction_is_compiled_too(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache.parent / "triton"))
     mapped.append(lambda job: SimpleNamespace(object=__file__))
     name, (m, n, k) = "gemm_residual_partial_rmsnorm", (8192, 4096, 4096)
-    tile = generated.gemm_residual_partial_rmsnorm.choose(m, n, k, "bfloat16", gpu=H200)
+    tile = generated.gemm_residual_partial_rmsnorm.tiles.choose(m, n, k, "bfloat16", gpu=H200)
     assert tile
     run("warm", name, f"--shape={m},{n},{k}", "--gpu", H200)
 

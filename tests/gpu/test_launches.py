@@ -56,7 +56,7 @@ def tile(kernel: Kernel, block: int | None) -> TileConfig:
     spec = kernel.spec
     m, n, k = (spec.check_shapes[1][dim] for dim in spec.gemm_dims)
     element = spec.dtype_of(spec.gemm[0], spec.default_types())
-    return kernel.choose(m, n, k, element, block) or DEFAULT_CONFIGS["sm_90a"]
+    return kernel.tiles.choose(m, n, k, element, block) or DEFAULT_CONFIGS["sm_90a"]
 
 
 def variants(kernel: Kernel) -> Iterator[tuple[dict[str, str], Program]]:

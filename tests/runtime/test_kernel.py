@@ -129,45 +129,45 @@ def test_a_measured_shape_gives_the_tile_there_alone(
     chosen = []
     for tuned in ({}, {"some GPU": {"bfloat16": entries}}):
         kernel = make(tmp_path / str(len(tuned)), "gemm_residual_partial_rmsnorm", RESIDUAL, tuned)
-        monkeypatch.setattr("coda_agent.runtime.kernel._gpu_name", lambda: "some GPU")
-        chosen.append([kernel.choose(*shape, "bfloat16") for shape in shapes])
+        monkeypatch.setattr("coda_agent.runtime.tile_choice._gpu_name", lambda: "some GPU")
+        chosen.append([kernel.tiles.choose(*shape, "bfloat16") for shape in shapes])
     assert chosen[0] == chosen[1] and len(set(chosen[0])) > 2
-    assert kernel.choose(4096, 4096, 4096, "bfloat16") == small
-    assert kernel.choose(8192, 8192, 8192, "bfloat16") == large
-    assert kernel.choose(8192, 8192, 8192, "bfloat16", 192) == large
-    other = kernel.choose(4096, 4096, 4096, "bfloat16", 128)
+    assert kernel.tiles.choose(4096, 4096, 4096, "bfloat16") == small
+    assert kernel.tiles.choose(8192, 8192, 8192, "bfloat16") == large
+    assert kernel.tiles.choose(8192, 8192, 8192, "bfloat16", 192) == large
+    other = kernel.tiles.choose(4096, 4096, 4096, "bfloat16", 128)
     assert other is not None and other.tile_n == 128
-    assert kernel.choose(4096, 4096, 4096, "bfloat16", 100) is None
-    monkeypatch.setattr("coda_agent.runtime.kernel._gpu_name", lambda: "")
-    assert kernel.choose(4096, 4096, 4096, "float16") is None
+    assert kernel.tiles.choose(4096, 4096, 4096, "bfloat16", 100) is None
+    monkeypatch.setattr("coda_agent.runtime.tile_choice._gpu_name", lambda: "")
+    assert kernel.tiles.choose(4096, 4096, 4096, "float16") is None
 
 
 def test_a_refused_tile_is_never_dispatched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by the model, nor as a measured one in another rasterisation order."""
-    monkeypatch.setattr("coda_agent.runtime.kernel._gpu_name", lambda: "some GPU")
+    monkeypatch.setattr("coda_agent.runtime.tile_choice._gpu_name", lambda: "some GPU")
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
-    best = kernel.choose(4096, 4096, 4096, "bfloat16")
+    best = kernel.tiles.choose(4096, 4096, 4096, "bfloat16")
     assert best is not None
     line = {"m": 64, "n": 64, "k": 64, "config": replace(best, swizzle=2).to_dict()}
-    kernel.tuned = {"some GPU": {"bfloat16": [line]}}
-    assert kernel.choose(64, 64, 64, "bfloat16") == replace(best, swizzle=2)
-    kernel.refused = frozenset({best.label})
+    kernel.tiles.tuned = {"some GPU": {"bfloat16": [line]}}
+    assert kernel.tiles.choose(64, 64, 64, "bfloat16") == replace(best, swizzle=2)
+    kernel.tiles.refused = frozenset({best.label})
     for shape in ((4096, 4096, 4096), (64, 64, 64)):
-        assert kernel.choose(*shape, "bfloat16") not in (None, best, replace(best, swizzle=2))
+        assert kernel.tiles.choose(*shape, "bfloat16") not in (None, best, replace(best, swizzle=2))
 
 
 def test_a_tile_that_spills_by_the_evidence_is_not_the_priors_pick(tmp_path: Path) -> None:
     about = (8192, 4096, 4096), "bfloat16", "some GPU"
     plain = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
-    best = plain.ranked(*about)[0]
+    best = plain.tiles.ranked(*about)[0]
     evidence = {"compiled": {"spills": {best.label: 900}}}
     folder = tmp_path / "gemm_residual_partial_rmsnorm"
     (folder / "evidence.json").write_text(json.dumps(evidence))
-    ranked = load_kernel(folder).ranked(*about)
+    ranked = load_kernel(folder).tiles.ranked(*about)
     assert ranked[0] != best and best in ranked
-    assert plain.ranked(*about)[0] == best
+    assert plain.tiles.ranked(*about)[0] == best
 
 
 def test_a_folder_without_a_kernel(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_kernel_pickles_by_its_name_or_its_folder(tmp_path: Path) -> None:
         "<kernel gemm_residual_partial_rmsnorm.without('s')>",
         "<kernel gemm_residual_partial_rmsnorm.without('s', 'D')>",
     ]
-    made = Kernel(own.spec, own.programs, {}, frozenset(), "made_here")
+    made = Kernel(own.spec, own.programs, "made_here")
     for x in (*kernels, made):
         assert copy.copy(x) is x and copy.deepcopy([x])[0] is x
     with pytest.raises(TypeError, match="partial_rmsnorm> cannot be pickled: it was made here"):
@@ -561,8 +561,9 @@ def test_the_table_that_comes_with_the_package() -> None:
         assert entry.program == next(iter(kernel.programs.values())).digest
         assert entry.regret.shapes >= 60 and entry.regret.mean <= 1.03
         chosen = {
-            m: kernel.choose(m, 4096, 4096, entry.dtype, gpu="NVIDIA H200") for m in (16, 5000)
+            m: kernel.tiles.choose(m, 4096, 4096, entry.dtype, gpu="NVIDIA H200")
+            for m in (16, 5000)
         }
         assert chosen[16] != chosen[5000] and {c.label for c in chosen.values()}.isdisjoint(
-            kernel.refused
+            kernel.tiles.refused
         )

@@ -75,9 +75,11 @@ def test_torch_compiles_it() -> None:
 def test_tiles_are_chosen_by_what_was_measured_of_the_whole() -> None:
     whole = generated.gemm_rmsnorm_rope
     less, gpu = whole.without("D"), "NVIDIA H200"
-    assert less.model(gpu, "bfloat16") is not None
+    assert less.tiles.model(gpu, "bfloat16") is not None
     for shape in ((4096, 12288, 4096), (16, 6144, 4096), (777, 3072, 2048)):
-        assert less.choose(*shape, "bfloat16", gpu=gpu) == whole.choose(*shape, "bfloat16", gpu=gpu)
+        assert less.tiles.choose(*shape, "bfloat16", gpu=gpu) == whole.tiles.choose(
+            *shape, "bfloat16", gpu=gpu
+        )
 
 
 def test_what_cannot_be_left_out_is_said() -> None:

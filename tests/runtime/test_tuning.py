@@ -41,7 +41,7 @@ def kernel() -> Kernel:
     """A packaged kernel, with the cache as it is now."""
     loaded = generated.gemm_residual_partial_rmsnorm
     fresh = object.__new__(Kernel)
-    fresh.__dict__ = {**vars(loaded), "user": user_tuning(folder())}
+    fresh.__dict__ = vars(loaded) | {"tiles": replace(loaded.tiles, user=user_tuning(folder()))}
     return fresh
 
 
@@ -61,18 +61,21 @@ def test_the_folder_is_the_users_cache_unless_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_measured_shape_is_dispatched_and_every_other_is_untouched() -> None:
-    before = kernel().choose(17, 4096, 4096, "bfloat16", gpu="NVIDIA H200")
+    before = kernel().tiles.choose(17, 4096, 4096, "bfloat16", gpu="NVIDIA H200")
     narrow = TileConfig(128, 64, 2, 1, True)
-    assert narrow not in (before, kernel().choose(16, 4096, 4096, "bfloat16", gpu="NVIDIA H200"))
+    assert narrow not in (
+        before,
+        kernel().tiles.choose(16, 4096, 4096, "bfloat16", gpu="NVIDIA H200"),
+    )
     user_tuning(folder()).add(lines(line(16, narrow, b192=SECOND), gpu="NVIDIA H200"))
     tuned = kernel()
-    assert tuned.choose(16, 4096, 4096, "bfloat16", gpu="NVIDIA H200") == narrow
-    assert tuned.choose(16, 4096, 4096, "bfloat16", 192, gpu="NVIDIA H200") == SECOND
-    assert tuned.choose(17, 4096, 4096, "bfloat16", gpu="NVIDIA H200") == before
+    assert tuned.tiles.choose(16, 4096, 4096, "bfloat16", gpu="NVIDIA H200") == narrow
+    assert tuned.tiles.choose(16, 4096, 4096, "bfloat16", 192, gpu="NVIDIA H200") == SECOND
+    assert tuned.tiles.choose(17, 4096, 4096, "bfloat16", gpu="NVIDIA H200") == before
     for other in ({"gpu": "another GPU"}, {"dtype": "float16"}, {"block": 160}):
         about = {"dtype": "bfloat16", "gpu": "NVIDIA H200", **other}
-        untouched = generated.gemm_residual_partial_rmsnorm.choose(16, 4096, 4096, **about)
-        assert tuned.choose(16, 4096, 4096, **about) == untouched
+        untouched = generated.gemm_residual_partial_rmsnorm.tiles.choose(16, 4096, 4096, **about)
+        assert tuned.tiles.choose(16, 4096, 4096, **about) == untouched
 
 
 @pytest.mark.parametrize(
@@ -87,12 +90,12 @@ def test_a_measured_shape_is_dispatched_and_every_other_is_untouched() -> None:
     ids=lambda c: c.label,
 )
 def test_a_tile_that_no_tuner_may_pick_is_not_dispatched(config: TileConfig) -> None:
-    expected = kernel().choose(16, 4096, 4096, "bfloat16", gpu=GPU)
+    expected = kernel().tiles.choose(16, 4096, 4096, "bfloat16", gpu=GPU)
     user_tuning(folder()).add(lines(line(16, config)))
     tuned = kernel()
-    tuned.refused = tuned.refused | {"192x192 coop 2x1"}
-    assert tuned.user and tuned.user.find(GPU, "bfloat16", (16, 4096, 4096)) == config
-    assert tuned.choose(16, 4096, 4096, "bfloat16", gpu=GPU) == expected
+    tuned.tiles.refused = tuned.tiles.refused | {"192x192 coop 2x1"}
+    assert tuned.tiles.user and tuned.tiles.user.find(GPU, "bfloat16", (16, 4096, 4096)) == config
+    assert tuned.tiles.choose(16, 4096, 4096, "bfloat16", gpu=GPU) == expected
 
 
 def test_another_program_or_compiler_has_a_file_of_its_own(
@@ -204,8 +207,8 @@ def test_writers_at_once_lose_nothing(cache: Path) -> None:
 
 def test_a_kernel_made_for_the_judge_reads_no_users_file() -> None:
     loaded = load_kernel(folder())
-    judged = Kernel(loaded.spec, loaded.programs, {}, frozenset(), "gemm_of_the_judge")
-    predicted = judged.choose(16, 4096, 4096, "bfloat16", gpu=GPU)
+    judged = Kernel(loaded.spec, loaded.programs, "gemm_of_the_judge")
+    predicted = judged.tiles.choose(16, 4096, 4096, "bfloat16", gpu=GPU)
     assert predicted not in (None, SECOND)
     user_tuning(folder()).add(lines(line(16, replace(SECOND))))
-    assert judged.choose(16, 4096, 4096, "bfloat16", gpu=GPU) == predicted
+    assert judged.tiles.choose(16, 4096, 4096, "bfloat16", gpu=GPU) == predicted

@@ -321,7 +321,7 @@ def namespace(made: Spec) -> Any:
 def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Program]) -> None:
     made, program = composed
     admit(made)
-    kernel = Kernel(made, {"probe": program}, {}, frozenset(), f"layout_{made.digest[7:19]}")
+    kernel = Kernel(made, {"probe": program}, f"layout_{made.digest[7:19]}")
     small = {"B": 3, "M": 40, "H": 16}
     sizes = {d: max(small.get(d, 64), dim.multiple_of) for d, dim in made.declared.dims.items()}
     given = drawn(made, sizes, torch.bfloat16)
@@ -352,7 +352,7 @@ def test_the_judge_agrees(composed: tuple[Spec, Program]) -> None:
 
 def test_canonical_inputs_are_given_in_the_declared_layout(composed: tuple[Spec, Program]) -> None:
     made, program = composed
-    kernel = Kernel(made, {"probe": program}, {}, frozenset(), f"given_{made.digest[7:19]}")
+    kernel = Kernel(made, {"probe": program}, f"given_{made.digest[7:19]}")
     inputs = draw_inputs(made, made.check_shapes[2], made.default_types(), seed=1)
     exact = list(run_reference(made, inputs, exact=True).values())
     given = as_declared(made, inputs)
@@ -412,7 +412,7 @@ def test_a_user_has_what_is_drawn_compiled_and_timed() -> None:
 def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
     made = LAYOUTS["gate and up as two weights"]()
     program = read_programs(Composer().write(made, lambda *_: None))["probe"]
-    kernel = Kernel(made, {"probe": program}, {}, frozenset(), "layout_pairs")
+    kernel = Kernel(made, {"probe": program}, "layout_pairs")
     gate, up = torch.randn(8, 32), torch.randn(8, 32)
     packed = kernel.pack(w_gate=gate, w_up=up)
     assert packed.is_contiguous()
@@ -497,7 +497,7 @@ def test_cases_of_a_parameter_have_layouts_of_their_own() -> None:
 def test_torch_compile_sees_one_operator_and_views() -> None:
     made = LAYOUTS["queries, keys and values of three weights"]()
     program = read_programs(Composer().write(made, lambda *_: None))["probe"]
-    kernel = Kernel(made, {"probe": program}, {}, frozenset(), "layout_compiled")
+    kernel = Kernel(made, {"probe": program}, "layout_compiled")
     x, w = torch.randn(2, 3, 64).bfloat16(), torch.randn(384, 64).bfloat16()
     compiled = torch.compile(kernel, backend="eager", fullgraph=True)
     with warnings.catch_warnings():
@@ -514,7 +514,7 @@ def test_torch_compile_sees_one_operator_and_views() -> None:
 def test_a_table_is_read_where_it_lies() -> None:
     made = LAYOUTS["a gate of each sample"]()
     program = read_programs(Composer().write(made, lambda *_: None))["probe"]
-    declared = Kernel(made, {"probe": program}, {}, frozenset(), "layout_strided")._declared
+    declared = Kernel(made, {"probe": program}, "layout_strided")._declared
     assert declared is not None
     slices = torch.randn(2, 6 * 32).bfloat16().chunk(6, dim=1)
     given = {x: torch.randn(2, 3, 32).bfloat16() for x in made.inputs}

@@ -1,0 +1,164 @@
+"""Which tile a call runs: what was measured at its shape, else what is predicted to be fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
+from coda_agent.runtime import dispatch_tables as tables
+from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
+from coda_agent.runtime.function import Chooser, reduction_block
+from coda_agent.runtime.tuning import UserTuning
+
+
+@dataclass(eq=False)
+class TileChoice:
+    """What is known of a kernel's tiles.
+
+    Attributes:
+        name: Of the kernel, in dispatch tables.
+        program: Whose tiles they are.
+        tuned: GPU name to dtype to measured shapes with their best configuration.
+        refused: Labels of tiles that compute wrongly; never dispatched.
+        user: What the user measured of it; None of a kernel that is not an accepted one's folder.
+        folder: Of accepted kernels, where a dispatch table may be beside the package's.
+        spills: A thread's stores to local memory, by a tile's label.
+        fitted: The digest of the program whose measurements choose tiles; by default its own.
+    """
+
+    name: str
+    program: Program
+    tuned: Mapping[str, Mapping[str, list[dict[str, Any]]]] = field(default_factory=dict)
+    refused: frozenset[str] = frozenset()
+    user: UserTuning | None = None
+    folder: Path = tables.PACKAGED
+    spills: Mapping[str, int] = field(default_factory=dict)
+    fitted: str = ""
+
+    def __post_init__(self) -> None:
+        self.fitted = self.fitted or self.program.digest
+
+    def choose(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        dtype: str,
+        block: int | None = None,
+        gpu: str | None = None,
+    ) -> TileConfig | None:
+        """The configuration to run, of those with this reduction block: what the user measured to
+        be fastest at exactly this shape, else what tuned.json has of it, else what the GPU's
+        dispatch table predicts to be, or without one the prior.
+
+        Args:
+            m, n, k: The shape.
+            dtype: Of A.
+            block: The reduction block; None leaves it open.
+            gpu: A GPU's name; by default that of the first one here.
+
+        Returns:
+            The configuration; None where there is no GPU, or none has this block.
+        """
+        gpu = gpu or _gpu_name()
+        if not gpu:
+            return None
+        if self.user and (config := self.user.find(gpu, dtype, (m, n, k), block)):
+            if self._dispatchable(config, (m, n, k)):
+                return config
+        for line in self.tuned.get(gpu, {}).get(dtype, []):
+            if (line["m"], line["n"], line["k"]) == (m, n, k):
+                entry = line["config"] if block is None else line.get("blocks", {}).get(str(block))
+                if entry and self._dispatchable(config := TileConfig(**entry), (m, n, k)):
+                    return config
+        return next(iter(self.ranked((m, n, k), dtype, gpu, block)), None)
+
+    def ranked(
+        self, shape: Shape, dtype: str, gpu: str, block: int | None = None
+    ) -> list[TileConfig]:
+        """All right configurations with this reduction block, those predicted to be fastest at
+        (M, N, K) first."""
+        about = self.refused, self.spills, gpu, self._likely_model(gpu, dtype)
+        return likely_tiles(self.program, shape, dtype, block, *about)
+
+    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
+    def model(self, gpu: str, dtype: str) -> Model | None:
+        """Find what was fitted to measurements on a GPU; None where nothing was."""
+        return tables.find(self.folder, gpu, self.name, self.fitted, dtype)
+
+    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
+    def _likely_model(self, gpu: str, dtype: str) -> Model | None:
+        """Find a GPU's model, or what another card's becomes with its SMs."""
+        about = self.name, self.fitted, dtype
+        return tables.find(self.folder, gpu, *about, sms=_gpu(gpu).sms)
+
+    def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
+        """Whether a configuration that a file names for a shape is one that a tuner may find."""
+        program = self.program
+        plain = replace(config, swizzle=8)  # other orders run the same code
+        if config.swizzle not in (8, *SWIZZLES) or plain not in offered(program, [shape]):
+            return False
+        return self.refused.isdisjoint((plain.label, config.label))
+
+
+def prior_chooser(
+    program: Program, refused: Collection[str] = (), spills: Mapping[str, int] | None = None
+) -> Chooser:
+    """Make what chooses tiles of a program of which nothing was measured."""
+
+    def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
+        likely = likely_tiles(program, (m, n, k), dtype, block, refused, spills)
+        return next(iter(likely), None)
+
+    return choose
+
+
+def likely_tiles(
+    program: Program,
+    shape: Shape,
+    dtype: str,
+    block: int | None = None,
+    refused: Collection[str] = (),
+    spills: Mapping[str, int] | None = None,
+    gpu: str | None = None,
+    model: Model | None = None,
+) -> list[TileConfig]:
+    """Rank the configurations with this reduction block, by what was fitted, or by the prior where
+    nothing was; none without a GPU."""
+    if not (gpu := gpu or _gpu_name()):
+        return []
+    usable = [
+        config
+        for config in offered(program, [shape])
+        if config.label not in refused
+        and (block is None or reduction_block(program, config) == block)
+    ]
+    if model is None or not any(config in model.costs for config in usable):
+        width = tables.width(dtype)
+        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
+    return [config for config, _ in model.ranked(shape, usable)]
+
+
+@lru_cache(maxsize=1)
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+@lru_cache(maxsize=4)
+def _gpu(name: str) -> Gpu:
+    """A GPU as the prior needs it: the first one here, or where that has another name an H200."""
+    import torch
+
+    if _gpu_name() != name or not torch.cuda.is_available():
+        return H200._replace(name=name)
+    about = torch.cuda.get_device_properties(0)
+    # Kilohertz, twice a clock, and bits.
+    rate = getattr(about, "memory_clock_rate", 0) * 2e3 * getattr(about, "memory_bus_width", 0) / 8
+    return Gpu(name, about.multi_processor_count, rate or H200.bytes_s)
