@@ -15,6 +15,7 @@ from torch import fx
 
 from coda_agent.fuse.attention import fold_masks
 from coda_agent.fuse.joint import Kernels
+from coda_agent.fuse.loops import join_loops
 from coda_agent.fuse.losses import spell_by_rows
 from coda_agent.primitives.errors import CodaError
 from coda_agent.runtime.program_operator import kernel_operator
@@ -47,7 +48,8 @@ def coda(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    if [*fold_masks(module.graph), *spell_by_rows(module.graph)]:
+    changes = fold_masks, join_loops, spell_by_rows
+    if [name for change in changes for name in change(module.graph)]:
         module.recompile()
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     patches = {name.replace("-", "_"): value for name, value in patches.items()}

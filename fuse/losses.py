@@ -49,10 +49,13 @@ def _take_before(node: fx.Node) -> bool:
         return False
     if not all(isinstance(x, int) for x in b.shape) or b.numel() <= a.shape[-1] ** 2:
         return False  # rows of the result are no wider than those that are copied
+    if any(x > product or _value(x).shape[0] > a.shape[0] for x in node.all_input_nodes[1:]):
+        return False
+    taken: Any = fx.map_arg(index, _value)
     with torch.no_grad():
-        some = _inserted(product, operator.getitem, (product.args[0], index), a[index])
+        some = _inserted(product, operator.getitem, (product.args[0], index), a[taken])
         for x in chain:
-            x.meta["example_value"] = _value(x)[index]
+            x.meta["example_value"] = _value(x)[taken]
     product.args = (some, *product.args[1:])
     node.replace_all_uses_with(chain[0])
     node.graph.erase_node(node)
@@ -60,7 +63,12 @@ def _take_before(node: fx.Node) -> bool:
 
 
 def _of_rows(index: Any, ndim: int) -> tuple[Any, ...] | None:
-    """An index by numbers that takes whole rows, without its last dim; None of other ones."""
+    """An index by numbers, or a row of them, that takes whole rows, without its last dim; None of
+    other ones."""
+    if isinstance(index, fx.Node):
+        value = _value(index)
+        row = isinstance(value, torch.Tensor) and (value.ndim, value.dtype) == (1, torch.int64)
+        return (index,) if row and isinstance(value.shape[0], int) and ndim > 1 else None
     items = [*index] if isinstance(index, tuple) else [index]
     if Ellipsis in items:
         at = items.index(Ellipsis)
