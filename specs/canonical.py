@@ -15,8 +15,8 @@ from typing import Any
 
 from coda_agent.primitives.kinds import HALVES
 from coda_agent.specs.format import Dim, Header, Output, Shape
+from coda_agent.specs.gemm import Gemm, Sum, product_of, step, summed
 from coda_agent.specs.layout import Entry, Layout, Part, Place, extent, factors, shown
-from coda_agent.specs.product import Product, Sum, product_of, step, summed
 
 
 def canonical(header: Header) -> tuple[dict[str, Any], Layout | None]:
@@ -28,7 +28,7 @@ def canonical(header: Header) -> tuple[dict[str, Any], Layout | None]:
     """
     if not readable(header):
         return {}, None
-    product = Product(header)
+    product = Gemm(header)
     made, places, unread = _tensors(product)
     a, b = "_".join(product.first), "_".join(product.second)
     moved = any(
@@ -74,7 +74,7 @@ def readable(header: Header) -> bool:
     return len(shapes) == len(names) and all(len(shape) > 1 for shape in shapes)
 
 
-def _operand(product: Product, names: tuple[str, ...]) -> tuple[Shape, Place]:
+def _operand(product: Gemm, names: tuple[str, ...]) -> tuple[Shape, Place]:
     """A or B."""
     (m, n, k), first = product.dims, names == product.first
     own, at = (m, product.at) if first else (n, product.to)
@@ -103,7 +103,7 @@ def _operand(product: Product, names: tuple[str, ...]) -> tuple[Shape, Place]:
 
 
 def _other(
-    product: Product, group: tuple[str, ...], tensors: Mapping[str, Output], *, output: bool
+    product: Gemm, group: tuple[str, ...], tensors: Mapping[str, Output], *, output: bool
 ) -> tuple[Shape, Place] | None:
     """A tensor that is neither A nor B; None where it is nothing a program takes."""
     found, shape = list[Part](), Shape("", {})
@@ -152,9 +152,7 @@ def _other(
     return shape, Place("_".join(group), tuple(found), axis, shares, halves, packed=packed)
 
 
-def _groups(
-    product: Product, tensors: Mapping[str, Output], *, output: bool
-) -> list[tuple[str, ...]]:
+def _groups(product: Gemm, tensors: Mapping[str, Output], *, output: bool) -> list[tuple[str, ...]]:
     """Names in order, those that lie side by side in one canonical tensor together."""
     names, groups = list(tensors), list[tuple[str, ...]]()
     while names:
@@ -173,7 +171,7 @@ def _groups(
     return groups
 
 
-def _filling(product: Product, tensors: Sequence[Output]) -> int:
+def _filling(product: Gemm, tensors: Sequence[Output]) -> int:
     """How many tensors, from the first on, have the product's columns together; 1 if none."""
     total, leading = Sum(), product.leading(tensors[0].shape.cases.get("", ()))
     for i, tensor in enumerate(tensors):
@@ -192,7 +190,7 @@ def _filling(product: Product, tensors: Sequence[Output]) -> int:
     return 1
 
 
-def _tensors(product: Product) -> tuple[dict[str, Any], dict[str, list[Place]], list[str]]:
+def _tensors(product: Gemm) -> tuple[dict[str, Any], dict[str, list[Place]], list[str]]:
     """Give the canonical tensors, how the header's lie in them, and those that lie in none."""
     header, unread = product.header, list[str]()
     made: dict[str, Any] = {"inputs": {}, "outputs": {}}
@@ -223,7 +221,7 @@ def _tensors(product: Product) -> tuple[dict[str, Any], dict[str, list[Place]], 
     return made, places, unread
 
 
-def _unread(product: Product, name: str) -> ValueError:
+def _unread(product: Gemm, name: str) -> ValueError:
     """Say of a tensor over what its shape is not, and what to do."""
     header = product.header
     shape = next(iter({**header.inputs, **header.outputs}[name].shape.cases.values()))
@@ -239,7 +237,7 @@ def _unread(product: Product, name: str) -> ValueError:
     )
 
 
-def _reduced(product: Product, output: Output, shape: Shape) -> bool:
+def _reduced(product: Gemm, output: Output, shape: Shape) -> bool:
     """Whether an output is a reduction to 16 bits; what an index gathers may have them."""
     m, n, _ = product.dims
     gathers = any(
@@ -252,7 +250,7 @@ def _reduced(product: Product, output: Output, shape: Shape) -> bool:
     return narrow and vectors.issuperset(shape.cases.values())
 
 
-def _all(product: Product, sizes: Mapping[str, int]) -> dict[str, int]:
+def _all(product: Gemm, sizes: Mapping[str, int]) -> dict[str, int]:
     """Declared sizes, with those of dims that have two names."""
     declared = product.header.dims
     if sizes.keys() != declared.keys():

@@ -9,8 +9,8 @@ from typing import Any
 
 from coda_agent.specs.canonical import readable
 from coda_agent.specs.format import DTYPES, Dim, Draw, Header, Input
+from coda_agent.specs.gemm import Gemm
 from coda_agent.specs.layout import factors, parts
-from coda_agent.specs.product import Product
 
 TYPES = ("bfloat16", "float16")
 _M, _N, _K, _OTHER = (1, 77, 200, 384), (16, 272, 336, 512), (8, 64, 136, 256), (1, 2, 3, 5)
@@ -78,7 +78,7 @@ def _letters(header: Header) -> tuple[list[str], list[str], list[str]]:
     then says."""
     if not readable(header):
         return [], [], []
-    product = Product(header)
+    product = Gemm(header)
     rows, columns, inner = (
         list(dict.fromkeys(parts(factors(e)[-1])[1] for e in entries if isinstance(e, str)))
         for entries in (product.lead, product.columns, product.inner)

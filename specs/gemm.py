@@ -53,7 +53,7 @@ def step(entries: Sequence[Entry], units: Mapping[str, int]) -> int:
     return math.gcd(*steps) or 1
 
 
-class Product:
+class Gemm:
     """The product of a header, and what else stands in terms of it.
 
     Attributes:
