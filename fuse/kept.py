@@ -23,8 +23,8 @@ SOURCES = "fuse", "agent/authors", "primitives", "runtime", "generated"
 
 
 def path_of(kind: str, *parts: str) -> Path:
-    """Name the file of what depends on some texts, on our sources, and on PyTorch and compilers."""
-    key = json.dumps([kind, *parts, torch.__version__, *_toolchain()])
+    """Name the file of what depends on some texts, on our sources, PyTorch and compilers."""
+    key = json.dumps([kind, *parts, *_toolchain()])
     return user_cache() / "regions" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.pickle"
 
 
