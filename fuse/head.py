@@ -33,7 +33,7 @@ from coda_agent.fuse.nodes import (
     make,
     numel,
 )
-from coda_agent.fuse.zone import REDUCED, SAME, Whole, Zone, is_tangent, padded, zones_of
+from coda_agent.fuse.zone import REDUCED, SAME, SCATTERED, Whole, Zone, is_tangent, padded, zones_of
 
 aten = torch.ops.aten
 LOGITS = 1 << 30
@@ -90,7 +90,7 @@ class _Rows:
         zone, graph = self.zone, self.graph
         count = -(-bytes_of([zone.product]) // LOGITS)
         step = -(-zone.rows // count // _TILE) * _TILE
-        leaving = [n for n in zone.nodes if zone.kind(n) == 1 and self._leaves(n)]
+        leaving = [n for n in zone.nodes if zone.is_narrow(n) and self._leaves(n)]
         parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in (*leaving, *zone.ends)}
         with graph.inserting_before(graph.output_node()):
             self._make_ones()
@@ -213,6 +213,12 @@ class _Some:
             return x if [*x.meta["val"].shape] == shape else make(aten.expand.default, x, shape)
         if target is aten.gather.default:
             return make(target, give(x), 1, give(args[2]))
+        if target is aten.topk.default:
+            return make(target, give(x), args[1], 1, *args[3:])
+        if target in SCATTERED:
+            source, shape = give(args[3]), [self._stop - self._start, self._zone.columns]
+            zeros = constant(self._rows.graph, 0.0, like=source, shape=shape)
+            return make(target, zeros, 1, give(args[2]), source)
         if target in REDUCED:
             dims = 1 if target is aten.argmax.default else [1]
             return make(target, give(x), dims, True, **kwargs)

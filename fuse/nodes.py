@@ -72,13 +72,13 @@ def make(
     return node
 
 
-def constant(graph: fx.Graph, value: float, *, like: fx.Node) -> fx.Node:
-    """Append a number of no dims, in the type and on the device of a node's value."""
+def constant(graph: fx.Graph, value: float, *, like: fx.Node, shape: Sequence[int] = ()) -> fx.Node:
+    """Append a number of no dims, or such ones, in the type and on the device of a node's value."""
     x = like.meta["val"]
     node = graph.call_function(
-        aten.full.default, ([], value), {"dtype": x.dtype, "device": x.device}
+        aten.full.default, ([*shape], value), {"dtype": x.dtype, "device": x.device}
     )
-    node.meta["val"] = x.new_empty([])
+    node.meta["val"] = x.new_empty(shape)
     return node
 
 

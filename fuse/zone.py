@@ -7,6 +7,7 @@ its own: the forward pass's results are read by the backward pass's as values th
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.expand.default)  # fmt: skip
 REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
             aten.logsumexp.default, aten.argmax.default)  # fmt: skip
+SCATTERED = (aten.scatter_add.default, aten.scatter.src)
+_PICKING = (aten.gather.default, aten.topk.default)
 _PROPORTIONAL = (
     aten.neg.default,
     aten.sum.dim_IntList,
@@ -93,6 +96,7 @@ class Zone:
         scaled: What depends on it, of the graph.
         rows: Of the product.
         columns: Of it.
+        picked: As many columns as are gathered of it, or are its largest.
     """
 
     product: fx.Node
@@ -107,6 +111,8 @@ class Zone:
 
     def __post_init__(self) -> None:
         self.rows, self.columns = self.product.meta["val"].shape
+        values = [_first(n) for n in self.product.graph.nodes if n.target in _PICKING]
+        self.picked = {value.shape[-1] for value in values if value.ndim}
 
     def find(self) -> None:
         """Find what is computed of the product row by row.
@@ -121,6 +127,7 @@ class Zone:
         self._add_as_wide()
         wide = {node for node in self.nodes if self.is_wide(node)}
         inside = [n for n in self.nodes if n in wide or not wide.isdisjoint(n.all_input_nodes)]
+        inside += [n for n in self.nodes if n.target is operator.getitem]
         inside = [n for n in inside if self.is_own(n)]
         self.needed = ancestors([*self.ends, *inside])
         self.nodes = {
@@ -192,6 +199,8 @@ class Zone:
             return sum(scaled) == 1
         if node.target is torch.ops.prims.fma.default:
             return sum(scaled[:2]) == 1 and scaled[2]
+        if node.target in SCATTERED:
+            return _is_zeros(node.all_input_nodes[0])
         if node.target is aten.div.Tensor:
             return node.args[0] in self.scaled and node.args[1] not in self.scaled
         if node.target in (aten.add.Tensor, aten.sub.Tensor):
@@ -208,10 +217,10 @@ class Zone:
         return any(node in late and self.is_wide(node) for node in self.nodes) or bool(self.turned)
 
     def is_head(self) -> bool:
-        """Whether the product is wide, and what is made of it is numbers of rows or their sums."""
+        """Whether the product is of the pass and wide, and no other product reads what follows."""
         shorter = self.product.all_input_nodes[-1].meta["val"].shape[0] < self.columns
         ends = [node for node in self.ends if node.target in PLAIN]
-        return shorter and not ends and any(self.kind(node) == 1 for node in self.nodes)
+        return shorter and not ends and self.is_own(self.product)
 
     def has(self, node: fx.Node) -> bool:
         """Whether a node is computed some rows at a time."""
@@ -219,16 +228,22 @@ class Zone:
 
     def kind(self, node: Any) -> int:
         """Columns of the rows of a node's value; 0 where it has no such rows."""
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        value = _first(node) if isinstance(node, fx.Node) else None
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return 0
-        if value.shape[-1] == self.columns and value.numel() == self.rows * self.columns:
-            return self.columns
-        return int(value.numel() == self.rows)
+        if value.numel() == self.rows:
+            return 1
+        width = value.shape[-1]
+        known = width in {self.columns, *self.picked}
+        return width if known and value.numel() == self.rows * width else 0
 
     def is_wide(self, node: Any) -> bool:
         """Whether a node's value has as many rows and columns as the product."""
-        return self.kind(node) > 1
+        return self.kind(node) == self.columns
+
+    def is_narrow(self, node: fx.Node) -> bool:
+        """Whether a node's value is a tensor of as many rows, and of fewer columns."""
+        return 0 < self.kind(node) < self.columns and node.target is not aten.topk.default
 
     def _is_row_by_row(self, node: fx.Node) -> bool:
         """Whether each row of a node's value is made of the same row of what it reads."""
@@ -239,8 +254,12 @@ class Zone:
             (x,) = node.all_input_nodes[:1]
             wider = node.target is aten.expand.default and self._aligns(x, node.meta["val"].shape)
             return wider or (kind == self.kind(x) and node.target not in TURNS)
-        if node.target in (*REDUCED, aten.gather.default):
+        if node.target in (*REDUCED, *_PICKING):
             return self._is_along_row(node)
+        if node.target in SCATTERED:
+            return self._is_scattered(node)
+        if node.target is operator.getitem:
+            return node.args[0] in self.nodes
         shape = node.meta["val"].shape
         return is_pointwise(node) and all(self._aligns(x, shape) for x in node.all_input_nodes)
 
@@ -249,12 +268,27 @@ class Zone:
         x: Any
         dims: Any
         x, dims, index = (*node.args, None, None)[:3]
-        if not self.is_wide(x) or dims is None:
+        if node.target is aten.topk.default:
+            dims = -1 if index is None else index
+        if self.kind(x) < 2 or dims is None:
             return False
         ndim = x.meta["val"].ndim
         if [d % ndim for d in (dims if isinstance(dims, list) else [dims])] != [ndim - 1]:
             return False
-        return node.target is not aten.gather.default or self.kind(index) == 1
+        return node.target is not aten.gather.default or self.kind(index) > 0
+
+    def _is_scattered(self, node: fx.Node) -> bool:
+        """Whether rows of numbers are scattered into rows of zeros."""
+        args: Any = node.args
+        zeros, dim, index, source = args[:4]
+        shape = node.meta["val"].shape
+        return (
+            _is_zeros(zeros)
+            and dim % len(shape) == len(shape) - 1
+            and index.meta["val"].shape == source.meta["val"].shape
+            and self.kind(source) > 0
+            and self.is_wide(node)
+        )
 
     def _aligns(self, node: fx.Node, shape: Sequence[int]) -> bool:
         """Whether a node's value is broadcast to a shape by whole rows or whole columns."""
@@ -288,6 +322,16 @@ class Zone:
         if one in self.turned or self.is_wide(one):
             return not self.has(other)  # pyright: ignore[reportArgumentType]
         return self.is_wide(other) and not self.has(one)  # pyright: ignore[reportArgumentType]
+
+
+def _first(node: fx.Node) -> Any:
+    """A node's value, or the first of several."""
+    value = node.meta.get("val")
+    return value[0] if node.target is aten.topk.default else value  # pyright: ignore
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 def padded(node: fx.Node, shape: Sequence[int]) -> tuple[int, ...]:
