@@ -99,7 +99,8 @@ def test_a_composition_is_of_its_graph_and_the_versions(
 
 def change(other: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if other == "torch":
-        monkeypatch.setattr(torch, "__version__", "another")
+        monkeypatch.setattr(kept, "version", lambda _: "another")
+        monkeypatch.setattr(kept, "_toolchain", kept._toolchain.__wrapped__)
     if other == "sources":
         monkeypatch.setattr(kept, "_toolchain", lambda: ["other"])
     if other == "broken":
