@@ -10,7 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_ARGS ?=
 DEVICE ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),gpu,cpu)
-JOBS ?= 2
+# One more than the cores of a small machine: a third of the time a worker waits for a child.
+JOBS ?= 3
 
 BIN := $(abspath $(VENV))/bin
 # One stamp per kind of set-up and device: a machine that gains a GPU installs what was missing.

@@ -45,7 +45,7 @@ from coda_agent.evals import suites
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.dispatch_tables import PACKAGED
-from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.tile_choice import TileChoice
 
 PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
 runner = CliRunner()
@@ -175,7 +175,7 @@ def test_help_shows_every_command_once_in_its_group() -> None:
 
 def test_show_says_what_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {True: TileConfig(128, 192), False: TileConfig(1, 256, fused=False)}
-    monkeypatch.setattr(Kernel, "choose", lambda self, m, *_, **__: forms[m not in (2, 4, 8192)])
+    monkeypatch.setattr(TileChoice, "choose", lambda self, m, *_, **__: forms[m not in (2, 4, 8192)])
     ((where, lines),) = show.dispatched(PACKAGED / "gemm_swiglu").items()
     assert where.startswith("bfloat16, N = 4096, K = 4096, NVIDIA ")
     assert lines == [

@@ -16,7 +16,6 @@ from coda_agent.evals.cases import Absent
 from coda_agent.evals.training import LLAMA, OTHERS, _Model, cases, fold_mask, parts
 from tests.evals.small import measured
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = {case.name: case for case in cases()}
 
