@@ -175,7 +175,9 @@ def test_help_shows_every_command_once_in_its_group() -> None:
 
 def test_show_says_what_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {True: TileConfig(128, 192), False: TileConfig(1, 256, fused=False)}
-    monkeypatch.setattr(TileChoice, "choose", lambda self, m, *_, **__: forms[m not in (2, 4, 8192)])
+    monkeypatch.setattr(
+        TileChoice, "choose", lambda self, m, *_, **__: forms[m not in (2, 4, 8192)]
+    )
     ((where, lines),) = show.dispatched(PACKAGED / "gemm_swiglu").items()
     assert where.startswith("bfloat16, N = 4096, K = 4096, NVIDIA ")
     assert lines == [

@@ -96,7 +96,13 @@ def test_explain_says_for_each_product_why_it_is_or_is_not_a_piece() -> None:
         (shown,) = explain(given, *args)
         what = [step.what.split(":")[0] for step in shown.steps]
         assert what == ["composed", "PyTorch"]
-        assert shown.steps[1].what.endswith("nothing follows it that a kernel could take along")
+        why = "PyTorch: nothing follows it that a kernel could take along"
+        assert shown.steps[1].what == why
+        assert repr(shown).splitlines() == [
+            f"{shown.steps[0].step}: {shown.steps[0].what}",
+            f"{shown.steps[1].step}: {why}",
+            "0 more calls are PyTorch's",
+        ]
     (both,) = explain(function, args[0], args[1].requires_grad_(), args[2])
     assert len(both.kernels) == 2  # the gradient of tanh is one
 
