@@ -55,7 +55,7 @@ class Shown(BaseModel):
     kernels: list[tuple[str, dict[str, Any]]]
 
     def __repr__(self) -> str:
-        """Say of each product by which kernel it runs, or why it does not, and what rules changed."""
+        """Say of each product by which kernel it runs, or why not, and what rules changed."""
         steps = [cost for cost in self.steps if not cost.what.endswith(_NO_PART)]
         lines = [f"{cost.step}: {cost.what}" for cost in steps]
         more = f"{len(self.steps) - len(steps)} more calls are PyTorch's"
