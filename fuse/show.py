@@ -10,12 +10,11 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.emit import module_text
 from coda_agent.fuse.kernels import Kernel
-from coda_agent.fuse.nodes import PRODUCTS, bytes_of, operands
+from coda_agent.fuse.nodes import PRODUCTS, VIEWS, bytes_of, operands
 from coda_agent.fuse.regions import Cut, Region, order
 from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
-_VIEWS = ("view", "permute", "t", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze")
 _NO_PART = "no part of a kernel"
 
 
@@ -127,9 +126,12 @@ def _has_value(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
+    """Whether a node moves nothing: its result is a view, or no tensor."""
     schema = getattr(node.target, "_schema", None)
-    name = schema.name.split("::")[1] if schema else ""
-    return node.op != "call_function" or name in (*_VIEWS, "") or not _has_value(node)
+    if node.op != "call_function" or schema is None or not _has_value(node):
+        return True
+    shared = schema.returns[0].alias_info
+    return node.target in VIEWS or (shared is not None and not shared.is_write)
 
 
 def _kernel(region: Region, kernel: Kernel) -> Cost:

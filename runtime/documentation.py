@@ -77,5 +77,5 @@ def _sizes(spec: Spec) -> Iterator[str]:
 
 
 def _call(spec: Spec) -> str:
-    declared = spec.declared
-    return f"{', '.join(declared.outputs)} = {spec.name}({', '.join(declared.inputs)})"
+    """Write a call, which takes what is packed in the place of its parts."""
+    return f"{', '.join(spec.declared.outputs)} = {spec.name}({', '.join(spec.inputs)})"

@@ -51,7 +51,9 @@ def spec(
     function = source_of(source)
     path = references.new_spec(workspace.specs, function, shape or [], name, force=force)
     drafted = load_spec(path)
-    return Reply(about(drafted), f"{path}: {line(drafted)}\nnext: coda-agent generate {path.stem}")
+    named = f"a primitive is called {function.name}: --name gives another than {path.stem}\n"
+    said = f"{path}: {line(drafted)}\n" + named * (not name and path.stem != function.name)
+    return Reply(about(drafted), f"{said}next: coda-agent generate {path.stem}")
 
 
 def _copied(workspace: Workspace, name: str, *, force: bool) -> Reply:

@@ -68,6 +68,7 @@ def test_a_function_that_is_called_like_a_primitive(where: workspace.Workspace) 
     done = runner.invoke(app, ["spec", "-", *given], input=text)
     assert done.exit_code == 0, done.output
     assert [x.stem for x in where.specs.glob("*.md")] == ["gemm_swiglu"]
+    assert "a primitive is called swiglu: --name gives another than gemm_swiglu" in done.output
 
 
 @pytest.mark.parametrize(
