@@ -23,6 +23,8 @@ ON_A_GPU = ("gpu", "benchmark")
 FALSE_PASSES = {"3a059348f4d5", "3b5172112975"}
 """Candidates that passed when no instruction ran without a GPU, copysign's arguments swapped; and
 when inputs never left a spec's draw, log(1 + |z|), which loses small z."""
+FALSE_REFUSALS = {"8ff9acb2ce7b"}
+"""One that was refused when NaN of an infinity counted: a softmax of pairs as two sigmoids."""
 
 
 @pytest.fixture
@@ -53,11 +55,17 @@ def test_a_trajectory_gets_the_verdicts_it_got(where: workspace.Workspace, run: 
     events = read_events(run / "events.jsonl")
     who, log = replayed(where, run / "spec.md", events)
     was = attempts(events)
-    now = [(check, text, passed and text not in FALSE_PASSES) for check, text, passed in was]
-    refused = [one for one, other in zip(was, now, strict=True) if one != other]
+    now = [
+        (check, text, (passed or text in FALSE_REFUSALS) and text not in FALSE_PASSES)
+        for check, text, passed in was
+    ]
+    changed = [one for one, other in zip(was, now, strict=True) if one != other]
     said = [difference.partition(": attempt")[0] for difference in who.differences]
-    tools = ["submit" if check == "submit" else "check" for check, *_ in refused]
-    assert said == [f"{tool}: was a pass, is a refusal" for tool in tools]
+    words = {True: "was a pass, is a refusal", False: "was a refusal, is a pass"}
+    assert said == [
+        f"{'submit' if check == 'submit' else 'check'}: {words[passed]}"
+        for check, _, passed in changed
+    ]
     assert all(said.startswith(("check: ", "benchmark: ", "profile: ")) for said in who.skipped)
     assert attempts(read_events(log)) == now != []
     assert now[-1][0::2] == ("submit", now[-1][1] not in FALSE_PASSES)

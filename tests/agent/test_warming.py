@@ -122,7 +122,7 @@ def test_a_call_after_warming_compiles_nothing(
     tuned = user_tuning(packaged_kernels()[name].folder)
     tuned.add({H200: {"float8_e4m3fn": [line]}})
     # It may have been loaded by a test with another cache.
-    monkeypatch.setattr(generated.gemm_fp8_rmsnorm, "user", tuned)
+    monkeypatch.setattr(generated.gemm_fp8_rmsnorm.tiles, "user", tuned)
     command = ["warm", name, "--shape=16,6144,4096", "--shape=8192,6144,4096", "--gpu", H200]
     with pool:
         assert run(*command) == f"4 compiled, 0 were there, in {cache}\n"
