@@ -58,7 +58,7 @@ class _Loop:
             return False
         inside = {x for group in (*self.wholes, *self.calls) for x in group}
         users = {user for x in inside for user in x.users}
-        between = [n for n in graph.nodes if min(inside) < n < node]
+        between = [n for n in graph.nodes if min(inside) < n < node and n not in inside]
         if not self.calls or users - inside != {node} or any(map(_writes, between)):
             return False
         with graph.inserting_before(node), torch.no_grad():
@@ -154,5 +154,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _writes(node: fx.Node) -> bool:
-    name = _name(node)
-    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    """Whether a call may write into what it is given; a flag by position may be `inplace`."""
+    name, told = _name(node), {"out", "inplace"} & node.kwargs.keys()
+    in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    return in_place or bool(told) or any(x is True for x in node.args)

@@ -74,12 +74,17 @@ def test_parts_that_are_computed_alike_are_joined() -> None:
     assert joined(lambda x: torch.cat([y.softmax(-1) for y in x.split(1)])) == 1
 
 
-def written(x: Tensor) -> Tensor:
-    parts = []
-    for i in range(2):
-        parts.append(x[i].exp())
-        x.mul_(2)
-    return torch.stack(parts)
+def written(write: Any) -> Any:
+    """Write into a tensor between calls of its parts."""
+
+    def function(x: Tensor) -> Tensor:
+        parts = []
+        for i in range(2):
+            parts.append(x[i].exp())
+            write(x)
+        return torch.stack(parts)
+
+    return function
 
 
 OTHERS = {
@@ -92,7 +97,10 @@ OTHERS = {
     "broadcast": lambda x: torch.stack([y * z for y, z in zip(x, x[:, 0], strict=True)]),
     "read elsewhere": lambda x: torch.stack(p := [y.exp() for y in x]) + p[0],
     "themselves": lambda x: torch.stack([*x]),
-    "written meanwhile": written,
+    "written meanwhile": written(lambda x: x.mul_(2)),
+    "written by out": written(lambda x: torch.mul(x, 2, out=x)),
+    "written in place": written(lambda x: F.relu(x, inplace=True)),
+    "written in place, by position": written(lambda x: F.relu(x, True)),
 }
 
 
