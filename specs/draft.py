@@ -99,14 +99,14 @@ class _Draft:
 
     def text(self) -> str:
         """Write the spec; it is admitted."""
-        trace, called = self._traced(), self.called
+        trace = self._traced()
         first, second = operands(trace, self.source.name)
-        dims = Dims(called, self.example, self.sizes, trace, first, second)
+        dims = Dims(self.called, self.example, self.sizes, trace, first, second)
         find_units(dims)
         check_sizes(dims)
-        outputs, types = _cut(called, dims)
-        lines = probes.pairs(called, dims, outputs, first, second)
-        lines += probes.scales(called, dims, first, second)
+        outputs, types = _cut(dims)
+        lines = probes.pairs(dims, outputs, first, second)
+        lines += probes.scales(dims, first, second)
         faults: list[SpecError] = []
         for choices, draw in itertools.product(dict.fromkeys([types, types[:1]]), _DRAWS):
             front = self._front(dims, (first, second), outputs, choices, draw, lines)
@@ -196,28 +196,28 @@ class _Draft:
         return error
 
 
-def _cut(called: Called, dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
+def _cut(dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
     """Find the outputs, where need be of columns that three divides, as `chunk(3)` cuts them."""
     try:
-        return _outputs(called, dims)
+        return _outputs(dims)
     except SpecError as fault:
         units = dict(dims.units)
         dims.units |= {x: 3 * units[x] for x in dims.columns if x not in dims.fixed}
         try:
             check_sizes(dims)
-            return _outputs(called, dims)
+            return _outputs(dims)
         except SpecError:
             raise fault from None
 
 
-def _outputs(called: Called, dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
+def _outputs(dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
     """Find shape and element type of each output, and the choices of T."""
     tried = [dims.distinct(), dims.distinct(start=5)]
     shapes = [dims.extents(sizes) for sizes in tried]
-    one, two = (called.run(x, TYPES[0]) for x in shapes)
+    one, two = (dims.called.run(x, TYPES[0]) for x in shapes)
     types = TYPES
     try:
-        other = {o: value.dtype for o, value in called.run(shapes[0], TYPES[1]).items()}
+        other = {o: value.dtype for o, value in dims.called.run(shapes[0], TYPES[1]).items()}
     except RuntimeError:  # it names a type that only the first goes with
         other = {o: value.dtype for o, value in one.items()}
     found: dict[str, Face] = {}

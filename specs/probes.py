@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from coda_agent.specs.called import Called
 from coda_agent.specs.defaults import TYPES
 from coda_agent.specs.dims import Dims
 from coda_agent.specs.front_matter import Face
@@ -14,7 +13,6 @@ from coda_agent.specs.layout import extent
 
 
 def pairs(
-    called: Called,
     dims: Dims,
     outputs: Mapping[str, Face],
     first: Sequence[str],
@@ -28,23 +26,21 @@ def pairs(
         if len(narrow) > 2:
             return []
         return ["pairs: halves"] * any(
-            _halved(called, dims, o, i, second[0], alone=len(narrow) == 1) for o, i in narrow
+            _halved(dims, o, i, second[0], alone=len(narrow) == 1) for o, i in narrow
         )
     wide = {o for o, face in outputs.items() if column in face.shape}
-    by = [
-        wide & {o for o, where in _changed(called, dims, x).items() if where.any()} for x in second
-    ]
+    by = [wide & {o for o, where in _changed(dims, x).items() if where.any()} for x in second]
     own = [o for o in outputs if sum(o in some for some in by) == 1]
     apart = len(own) == len(second)
-    if len(first) > 1 or not (set[str].intersection(*by) or _unlike(called, dims, second, own)):
+    if len(first) > 1 or not (set[str].intersection(*by) or _unlike(dims, second, own)):
         return []
     return ["pairs: halves", *[f"split: [{', '.join(own)}]"] * apart]
 
 
-def scales(called: Called, dims: Dims, first: Sequence[str], second: Sequence[str]) -> list[str]:
+def scales(dims: Dims, first: Sequence[str], second: Sequence[str]) -> list[str]:
     """Write a line of the front matter that says by which power of two the function multiplies each
     product of a sum but the first: so scaled, it does the same to the first one alone."""
-    inputs = called.inputs(dims.extents(dims.distinct()), TYPES[0])
+    inputs = dims.called.inputs(dims.extents(dims.distinct()), TYPES[0])
     sums = [
         next((e for e in dims.shapes[b] if e in dims.shapes[a]), None)
         for a, b in zip(first, second, strict=False)
@@ -63,7 +59,7 @@ def scales(called: Called, dims: Dims, first: Sequence[str], second: Sequence[st
         given = inputs | {x: torch.zeros_like(inputs[x]) for x in (*first, *second)}
         for x, column, by in zip((first[i], second[i]), columns, (scale, 1.0), strict=True):
             given[x].select(dims.shapes[x].index(sums[i]), 0).copy_(column * by)
-        return [*called.outputs(given).values()]
+        return [*dims.called.outputs(given).values()]
 
     found = dict[str, float]()
     for i, x in enumerate(second):
@@ -75,37 +71,37 @@ def scales(called: Called, dims: Dims, first: Sequence[str], second: Sequence[st
     return [f"scales: {{{listed}}}"] if listed else []
 
 
-def _changed(called: Called, dims: Dims, x: str, row: int | None = None) -> dict[str, torch.Tensor]:
+def _changed(dims: Dims, x: str, row: int | None = None) -> dict[str, torch.Tensor]:
     """Find where outputs change with input `x`, or with one of its rows over columns."""
-    inputs = called.inputs(dims.extents(dims.distinct()), TYPES[0])
-    before = called.outputs(inputs)
+    inputs = dims.called.inputs(dims.extents(dims.distinct()), TYPES[0])
+    before = dims.called.outputs(inputs)
     inputs[x] = inputs[x].clone()
     part = inputs[x]
     if row is not None:
         part = part.select(dims.shapes[x].index(dims.columns[0]), row)
     part.copy_(-2 * part.float())
-    after = called.outputs(inputs)
+    after = dims.called.outputs(inputs)
     return {o: before[o] != after[o] for o in before}
 
 
-def _halved(called: Called, dims: Dims, o: str, axis: int, weight: str, *, alone: bool) -> bool:
+def _halved(dims: Dims, o: str, axis: int, weight: str, *, alone: bool) -> bool:
     """Whether an output of half the columns needs columns 0 and N/2 for its first; or, where
     another one has the other half, is not computed like that."""
     sizes, column = dims.distinct(), dims.columns[0]
     middle = extent(f"{column}/2", sizes)
     needs = [
-        bool(_changed(called, dims, weight, row)[o].select(axis, at).any())
+        bool(_changed(dims, weight, row)[o].select(axis, at).any())
         for row, at in ((0, 0), (middle, 0), (1, 1), (middle + 1, 1))
     ]
     if alone or needs[:2] == [True, True] or not any(needs[2:]):  # the last of every other one
         return all(needs[:2])
-    inputs = called.inputs(dims.extents(sizes), TYPES[0])
+    inputs = dims.called.inputs(dims.extents(sizes), TYPES[0])
     inputs[weight] = inputs[weight] - 1  # a product of either sign, for what bends at 0
     turned = {
         x: value.roll(middle, dims.shapes[x].index(column)) if column in dims.shapes[x] else value
         for x, value in inputs.items()
     }
-    before, after = map(called.outputs, (inputs, turned))
+    before, after = map(dims.called.outputs, (inputs, turned))
     known = before[o].float()
     near = (
         known.allclose(y.float(), 0, 0.02 * float(known.abs().max()))
@@ -115,18 +111,18 @@ def _halved(called: Called, dims: Dims, o: str, axis: int, weight: str, *, alone
     return not any(near)
 
 
-def _unlike(called: Called, dims: Dims, second: Sequence[str], outputs: Sequence[str]) -> bool:
+def _unlike(dims: Dims, second: Sequence[str], outputs: Sequence[str]) -> bool:
     """Whether two outputs, of one weight each, are not computed alike: with weights exchanged, and
     vectors the same, they are not exchanged."""
     one, *others = (dims.shapes[x] for x in second)
     if len(second) != 2 or len(outputs) != 2 or others != [one]:
         return False
     vectors = [x for x, shape in dims.shapes.items() if shape == (dims.columns[0],)]
-    inputs = called.inputs(dims.extents(dims.distinct()), TYPES[0])
+    inputs = dims.called.inputs(dims.extents(dims.distinct()), TYPES[0])
     inputs |= {x: inputs[vectors[0]].to(inputs[x].dtype) for x in vectors}
     signs = [inputs[x] - 1 for x in second]  # a product of either sign, for what bends at 0
     runs = (
-        called.outputs(inputs | dict(zip(second, weights, strict=True)))
+        dims.called.outputs(inputs | dict(zip(second, weights, strict=True)))
         for weights in (signs, signs[::-1])
     )
     known, turned = ([run[o] for o in outputs] for run in runs)
