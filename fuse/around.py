@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.fuse.kernels import called
-from coda_agent.fuse.nodes import VIEWS, alike, ancestors, entered, evaluate, is_cheap
+from coda_agent.fuse.nodes import VIEWS, alike, entered, evaluate, is_cheap
 from coda_agent.fuse.regions import Cut, Region, extracted
 
 aten = torch.ops.aten

@@ -21,12 +21,12 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
+from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.fuse.nodes import (
     CASTS,
     PLAIN,
     SUM,
-    ancestors,
     bytes_of,
     constant,
     copied,

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import ancestors as ancestors
-
 aten = torch.ops.aten
 PLAIN = (aten.mm.default, aten.addmm.default)
 PRODUCTS = (*PLAIN, aten._scaled_mm.default)

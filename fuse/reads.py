@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.fuse.nodes import (
     PRODUCTS,
     VIEWS,
     alike,
-    ancestors,
     bytes_of,
     copied,
     is_pointwise,

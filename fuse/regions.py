@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
@@ -31,7 +32,6 @@ from coda_agent.fuse.nodes import (
     SUM,
     VIEWS,
     alike,
-    ancestors,
     operands,
 )
 from coda_agent.fuse.reads import read_along

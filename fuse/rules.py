@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, ancestors, constant, make, number
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, constant, make, number
 
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)

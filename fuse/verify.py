@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.agent.authors.composer.check import run_exactly
 from coda_agent.agent.authors.composer.retrace import plain
 from coda_agent.fuse.around import alone
 from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.kernels import arguments
-from coda_agent.fuse.nodes import ancestors, entered, evaluate
+from coda_agent.fuse.nodes import entered, evaluate
 from coda_agent.fuse.regions import Region, described
 from coda_agent.primitives.imports import import_quack
 from coda_agent.runtime.program_operator import function_of

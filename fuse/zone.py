@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, ancestors, is_pointwise, number
+from coda_agent.agent.authors.composer.calls import ancestors
+from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_pointwise, number
 
 aten = torch.ops.aten
 SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,

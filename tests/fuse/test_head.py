@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.fuse import backend, fuse, head
-from coda_agent.fuse.nodes import PLAIN, ancestors
+from coda_agent.fuse.nodes import PLAIN
 from tests.fuse.test_joint import leaves, norms, watched
 from tests.fuse.test_regions import drawn
 
