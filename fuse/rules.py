@@ -31,6 +31,7 @@ from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
 from coda_agent.fuse.nodes import CASTS, PRODUCTS, constant, make, number
+from coda_agent.fuse.tables import hold_tables
 
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
@@ -50,7 +51,7 @@ def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
     notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
     notes += [f"{x} sums rows of one number" for x in sum_of_one(graph)]
     notes += [f"{x} has gradients of other weights" for x in merge_gradients(graph)]
-    return notes + hold_some_rows(graph)
+    return notes + hold_some_rows(graph) + hold_tables(graph)
 
 
 def spell_parts(graph: fx.Graph) -> None:

@@ -1,0 +1,55 @@
+"""Tables that many elements read: computed once, and what is no table stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.fuse.test_regions import D, drawn
+from tests.fuse.test_rotation import by_chunks
+from tests.fuse.test_rules import both, calls
+
+pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
+HEADS, WIDTH = 8, 16
+HELD = "prims.inductor_force_stride_order"
+
+
+def rotated(angles: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Queries of positions, turned by their angles."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        place = torch.arange(len(x), dtype=torch.float32)[:, None]
+        angle = angles(place / 100 ** torch.linspace(0, 1, WIDTH // 2))
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        q = F.linear(x, w).view(len(x), HEADS, WIDTH).transpose(0, 1)
+        return q * cos + by_chunks(q) * sin
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "angles", [lambda a: torch.cat((a, a), -1), lambda a: a.repeat_interleave(2, -1)]
+)
+def test_cosines_of_a_rotation_are_computed_once(angles: Any) -> None:
+    shown = both(rotated(angles), [drawn(24, D), drawn(HEADS * WIDTH, D)])
+    assert sum("is a table" in note for note in shown.notes) == 2
+    assert sum(HELD in line for line in shown.graph) == 2
+    assert calls(shown, "cos") == calls(shown, "sin") == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.linear(x, w) * x.cos().sum(-1, keepdim=True),  # a sum of costly ones
+        lambda x, w: F.linear(x, w).cos() * 2,  # as many as it is read by
+        lambda x, w: F.linear(x, w) * torch.arange(len(x))[:, None].expand(-1, HEADS * WIDTH),
+    ],
+)
+def test_what_is_no_table_is_left(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    shown = both(function, [drawn(24, D), drawn(HEADS * WIDTH, D)])
+    assert not any(HELD in line for line in shown.graph)
