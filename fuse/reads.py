@@ -1,7 +1,8 @@
 """What a region computes again of what it reads, so that its kernel reads fewer bytes.
 
 - A tile that is made pointwise of others is made in the kernel, where those are fewer bytes, or are
-  read already: a gradient reads the stored gate, not its float32 sigmoid.
+  read already: a gradient reads the stored gate, not its float32 sigmoid. So is one that is made of
+  numbers of rows and columns, such as which column a row's label names.
 - What is made of a region's tiles alone, and a product reads, is stored along: those tiles are read
   once.
 """
@@ -71,7 +72,7 @@ def _tiles(nodes: Iterable[fx.Node], others: set[fx.Node], whole: int) -> Tiles:
     found, pending = dict[fx.Node, list[fx.Node]](), [*nodes]
     while pending:
         node = pending.pop()
-        if node not in found and (read := _whole(node, others, whole)):
+        if node not in found and (read := _whole(node, others, whole)) is not None:
             found[node] = [root(x) for x in read]
             pending += *read, *found[node]
     tiles: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -80,10 +81,11 @@ def _tiles(nodes: Iterable[fx.Node], others: set[fx.Node], whole: int) -> Tiles:
     return tiles
 
 
-def _whole(node: fx.Node, others: set[fx.Node], whole: int) -> list[fx.Node]:
-    """What a node of a region's extent reads of that extent, where it is made pointwise."""
+def _whole(node: fx.Node, others: set[fx.Node], whole: int) -> list[fx.Node] | None:
+    """What a node of a region's extent reads of that extent, where it is made pointwise: nothing,
+    where it is made of numbers of rows and columns."""
     if node in others or numel(node) != whole or not is_pointwise(node):
-        return []
+        return None
     return [x for x in node.all_input_nodes if numel(x) == whole]
 
 
@@ -93,7 +95,7 @@ def _made_of(reads: set[fx.Node], others: set[fx.Node], whole: int) -> set[fx.No
     pending = sorted({user for node in reads for user in node.users})
     while pending:
         node = heapq.heappop(pending)
-        read = [] if node in made else _whole(node, others, whole)
+        read = None if node in made else _whole(node, others, whole)
         if read and known.issuperset(map(root, read)):
             made.add(node)
             known.add(node)

@@ -12,6 +12,8 @@
 - What is scattered into zeros, one number a row, is a comparison with the column's number.
 - A row that is 0 but at one place sums to what is there: the gradient of a loss is then made in one
   pass over the logits.
+- A comparison of a row's whole number with the column's is one of float32.
+- What is taken of a dim of one, or put there, is a view.
 - A part of a split tensor is a slice, a call of one result: so a region may have the halves that a
   rotation exchanges.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -30,17 +32,25 @@ from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, constant, make, number
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, VIEWS, constant, make, number, numel
 from coda_agent.fuse.tables import hold_tables
 
 aten = torch.ops.aten
+_COUNTED = (torch.ops.prims.iota.default, aten.arange.start_step, aten.arange.default)
+_EXACT = 2**24
+_SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+_ONES: dict[Any, Any] = {
+    aten.select.int: aten.squeeze.dim,
+    aten.select_scatter.default: aten.unsqueeze.default,
+}
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
 
 
 def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
     """Apply the rules to a graph, and the option `fp8`; a line for each place that changed."""
     spell_parts(graph)
+    spell_views(graph)
     scale_first(graph)
     spell_scatter(graph)
     graph.eliminate_dead_code()
@@ -51,6 +61,7 @@ def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
     notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
     notes += [f"{x} sums rows of one number" for x in sum_of_one(graph)]
     notes += [f"{x} has gradients of other weights" for x in merge_gradients(graph)]
+    compare_floats(graph)
     return notes + hold_some_rows(graph) + hold_tables(graph)
 
 
@@ -63,6 +74,18 @@ def spell_parts(graph: fx.Graph) -> None:
                 piece = graph.call_function(*parts[part.args[1]])
             piece.meta = dict(part.meta)
             part.replace_all_uses_with(piece)
+
+
+def spell_views(graph: fx.Graph) -> None:
+    """Spell as a view what is taken of a dim of one element, and what is put there."""
+    for node in [n for n in graph.nodes if n.target in _ONES]:
+        (*_, x), (dim, _) = node.all_input_nodes, node.args[-2:]
+        whole = node.args[0].meta["val"]
+        if whole.shape[dim] == 1 and whole.dtype == x.meta["val"].dtype:
+            with graph.inserting_before(node):
+                view = graph.call_function(_ONES[node.target], (x, dim))
+            view.meta = dict(node.meta)
+            node.replace_all_uses_with(view)
 
 
 def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -121,6 +144,31 @@ def spell_scatter(graph: fx.Graph) -> None:
             none = constant(graph, 0.0, like=node)
             result = make(graph, aten.where.self, hit, source, none, like=node)
         node.replace_all_uses_with(result)
+
+
+def compare_floats(graph: fx.Graph) -> None:
+    """Compare rows' whole numbers with columns' as float32, which kernels take, where it holds
+    these."""
+    for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
+        counted = [x for x in node.all_input_nodes if _source(x).target in _COUNTED]
+        if len(counted) == 1 and numel(_source(counted[0])) <= _EXACT:
+            with graph.inserting_before(node):
+                node.args = tuple(_float(graph, x) for x in node.all_input_nodes)
+
+
+def _source(x: fx.Node) -> fx.Node:
+    """What a value is views of, in which its elements may stand more than once."""
+    while x.target in (*VIEWS, aten.expand.default):
+        x = x.all_input_nodes[0]
+    return x
+
+
+def _float(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """Cast before views."""
+    if x is _source(x):
+        return make(graph, CASTS[-1], x, torch.float32, like=x)
+    inner = _float(graph, x.all_input_nodes[0])
+    return make(graph, cast("Any", x.target), inner, *x.args[1:], like=x)
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -219,19 +267,30 @@ def join_logsumexp(graph: fx.Graph) -> None:
         total = _of(log.args[0], aten.sum.dim_IntList)
         shifted = _of(None if total is None else _of(total.args[0], aten.exp.default), None)
         difference = _of(None if shifted is None else shifted.args[0], aten.sub.Tensor)
-        largest = _of(None if difference is None else difference.args[1], aten.amax.default)
-        if total is None or difference is None or largest is None:
+        if total is None or difference is None:
             continue
-        x: Any = difference.args[0]
-        if largest.args[0] is not x or largest.args[1:] != total.args[1:] or len(total.args) < 3:
+        x, shift = difference.args
+        chosen = _of(shift, aten.where.self)  # torch.logsumexp takes no infinity off
+        largest = _of(shift if chosen is None else chosen.args[2], aten.amax.default)
+        if largest is None or largest.args[0] is not x or largest.args[1] != total.args[1]:
             continue
-        users = [u for u in log.users if u.target is aten.sub.Tensor]
-        if any(u.args != (difference, log) for u in users) or len(users) < len(log.users):
+        users = [*log.users]
+        if chosen is not None:
+            if any(u.target is not aten.add.Tensor or _squeezed(u.args[1]) is not chosen
+                   for u in users):  # fmt: skip
+                continue
+        elif len(total.args) < 3 or any(u.args != (difference, log) for u in users):
             continue
         with graph.inserting_after(log):
-            joined = make(graph, aten.logsumexp.default, x, *total.args[1:], like=log)
+            joined = make(graph, aten.logsumexp.default, x, total.args[1], True, like=log)
         for user in users:
-            user.args = (x, joined)
+            if chosen is None:
+                user.args = (x, joined)
+                continue
+            with graph.inserting_before(user):
+                row = make(graph, aten.where.self, chosen.args[0], largest, joined, like=log)
+                row = make(graph, aten.view.default, row, [*user.meta["val"].shape], like=log)
+            user.replace_all_uses_with(row)
     graph.eliminate_dead_code()
 
 
@@ -252,6 +311,13 @@ def spell_logsumexp(graph: fx.Graph) -> None:
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _squeezed(node: Any) -> Any:
+    """What a value is without its dims of one."""
+    while isinstance(node, fx.Node) and node.target in (*VIEWS, *_SQUEEZES):
+        node = node.args[0]
+    return node
 
 
 def _of(node: Any, target: Any) -> fx.Node | None:

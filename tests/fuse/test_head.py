@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,14 @@ def log_probabilities(h: Tensor, w: Tensor) -> Tensor:
     return z.gather(-1, TARGETS.view(4, -1, 1)).squeeze(-1) - z.logsumexp(-1)
 
 
+def summed_by_sequences(h: Tensor, w: Tensor) -> Tensor:
+    """DPO of one call of all sequences; what is gathered is taken of a dim of one."""
+    z = logits(h.view(4, -1, WIDTH), w)
+    chosen = z.gather(-1, TARGETS.view(4, -1, 1))[..., 0]
+    total = ((chosen - z.logsumexp(-1)) * KEPT.view(4, -1)).sum(-1)
+    return -F.logsigmoid(0.01 * (total[:2] - total[2:])).mean()
+
+
 def preferred(h: Tensor, w: Tensor, other: Tensor) -> Tensor:
     """DPO of two calls of a policy, and of a reference, whose weights are other ones."""
     kept = KEPT.view(4, -1)
@@ -209,7 +218,9 @@ def clipped(h: Tensor, w: Tensor, other: Tensor) -> Tensor:
 
 
 AGAIN = {of_rows: 1, of_biased_rows: 1, cooled_with_entropy: 1, probable: 1, perplexity: 1,
-         of_rows_and_all: 1, of_a_teacher: 2, of_likeliest_words: 1, preferred: 1, clipped: 1}  # fmt: skip
+         of_rows_and_all: 1, of_a_teacher: 2, of_likeliest_words: 1, summed_by_sequences: 1,
+         preferred: 1, clipped: 1}  # fmt: skip
+SCALAR = perplexity, summed_by_sequences, preferred, clipped
 
 
 @pytest.fixture
@@ -232,7 +243,8 @@ def check_some_rows_live(graph: fx.Graph, heads: int) -> None:
     places = {node: i for i, node in enumerate(graph.nodes)}
     last = {node: max(places[user] for user in node.users) for node in wide}
     assert max([sum(places[x] <= places[n] < last[x] for x in wide) for n in wide] or [0]) <= 8
-    made = [node for node in wide if node.target in PLAIN]
+    results = [node for node in wide if node.target in (*PLAIN, operator.getitem)]
+    made = list(dict.fromkeys(n.args[0] if n.target is operator.getitem else n for n in results))
     free = sum(one not in ancestors([other]) for one, other in itertools.pairwise(made))
     assert free == (heads - 1)
 
@@ -245,7 +257,7 @@ def test_what_a_row_weighs_is_known_when_its_logits_are_made_again(
     args = [drawn(ROWS, WIDTH) * 4, drawn(WORDS, WIDTH, seed=1) * 2]
     third = {"b": drawn(WORDS, seed=2), "other": drawn(WORDS, WIDTH, seed=3)}
     args += [third[x] for x in loss.__code__.co_varnames[2 : loss.__code__.co_argcount]]
-    upstream = 0.5 if loss in (perplexity, preferred, clipped) else WEIGHTS
+    upstream = 0.5 if loss in SCALAR else WEIGHTS
     notes = compared(loss, args, upstream)
     assert f"rows at a time in both passes, by {AGAIN[loss]} product" in notes
     assert "whole" not in notes
@@ -259,6 +271,27 @@ def test_what_a_row_weighs_is_known_when_its_logits_are_made_again(
     assert not any(is_wide(n) and n.meta["val"].numel() > WIDTH * WORDS for n in
                    forward.nodes if n.name in saved)  # fmt: skip
     check_some_rows_live(backward, 1 + (loss is preferred))
+
+
+@pytest.mark.parametrize("loss", [of_rows, log_probabilities], ids=lambda x: x.__name__)
+def test_no_kernel_stores_logits_that_are_made_again(loss: Any) -> None:
+    args = [drawn(ROWS, WIDTH) * 4, drawn(WORDS, WIDTH, seed=1) * 2]
+    with watched() as seen:
+        fuse(loss)(*(x.requires_grad_() for x in args)).sum().backward()
+    (shown,) = seen
+    outputs = [[kind for kind, _ in program["outputs"].values()] for _, program in shown.kernels]
+    forward = [x for x in outputs if "RowLogSumExp" in x]
+    assert len(forward) == 4 and not any("Tile" in x for x in forward)
+    assert outputs.count(["Tile"]) == 4  # gradients of logits alone
+
+
+def test_rows_of_infinities_have_the_logarithms_of_pytorchs_sums() -> None:
+    w = drawn(WORDS, WIDTH, seed=1)
+    x = torch.zeros(ROWS, 1, dtype=torch.bfloat16)
+    x[3], x[5] = -torch.inf, torch.inf
+    of_rows = lambda h, b: (logits(h, w) + b.float()).logsumexp(-1)
+    args = [drawn(ROWS, WIDTH), x]
+    torch.testing.assert_close(fuse(of_rows)(*args), of_rows(*args), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("loss", [of_rows, cooled_with_entropy], ids=lambda x: x.__name__)

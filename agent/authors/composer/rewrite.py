@@ -186,7 +186,7 @@ class Rewriter:
             if getattr(kwargs.get("dtype"), "is_floating_point", False):
                 kwargs["dtype"] = torch.float64  # of 0.1 float32 keeps half of the digits
             found = target(*args, **kwargs)
-            if op == "arange":
+            if op in ("arange", "iota"):
                 return self._counted(found)
             if op.startswith("empty"):  # Whatever memory held must not enter.
                 return Elements(self.elementwise.lift(math.nan).codes.expand(found.shape))
