@@ -27,8 +27,9 @@ from coda_agent.fuse.kernels import Kernel, chosen
 from coda_agent.fuse.nodes import PRODUCTS
 from coda_agent.fuse.regions import described
 from coda_agent.fuse.replace import replace_regions
-from coda_agent.fuse.rules import prepare, spell_logsumexp
+from coda_agent.fuse.rules import prepare
 from coda_agent.fuse.show import Shown, shown
+from coda_agent.fuse.spelling import spell_logsumexp
 from coda_agent.fuse.verify import known_fault
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import fingerprint
@@ -85,7 +86,7 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
         graph: It.
         fp8: As that of `Kernels`.
     """
-    products = [node for node in graph.nodes if node.target in PRODUCTS]
+    products = [n for n in graph.nodes if n.target in (*PRODUCTS, torch.ops.aten.bmm.default)]
     devices = {node.meta["val"].device for node in products}
     if len(devices) != 1 or ((device := devices.pop()).type == "cuda" and not supported(device)):
         return

@@ -3,6 +3,7 @@
 - A script that shifts logits, and not labels, takes rows away behind the product. They are taken
   away before it: the product's rows are those of the loss then.
 - A loss that has classes as its second dim, as in images, is given rows: logits are not turned.
+- A mixture of two, the logarithm of the sum of the exponentials of a stack, stacks nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def spell_by_rows(graph: fx.Graph) -> list[str]:
     Returns:
         Names of the calls that rows were taken by, and of the losses that have rows now.
     """
-    return [n.name for n in [*graph.nodes] if _take_before(n) or _flatten(n)]
+    return [n.name for n in [*graph.nodes] if _take_before(n) or _flatten(n) or _mix(n)]
 
 
 def _take_before(node: fx.Node) -> bool:
@@ -104,6 +105,27 @@ def _flatten(node: fx.Node) -> bool:
         whole.meta = dict(node.meta)
         node.meta["example_value"] = _value(node).flatten()
         node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+    return True
+
+
+def _mix(node: fx.Node) -> bool:
+    """Spell the logarithm of the sum of two exponentials, which are stacked, without a stack."""
+    stack = node.args[0] if node.target in (torch.logsumexp, "logsumexp") and node.args else None
+    if not isinstance(stack, fx.Node) or stack.target is not torch.stack or not stack.args:
+        return False
+    if len(node.args) + len(node.kwargs) != 2:
+        return False
+    pair, at = (*stack.args, stack.kwargs.get("dim", 0))[:2]
+    _, dim = (*node.args, node.kwargs.get("dim"))[:2]
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or (dim, at) != (0, 0):
+        return False
+    with node.graph.inserting_before(node):
+        mixed = node.graph.call_function(torch.logaddexp, tuple(pair))
+    mixed.meta = dict(node.meta)
+    node.replace_all_uses_with(mixed)
+    node.graph.erase_node(node)
+    if not stack.users:
+        node.graph.erase_node(stack)
     return True
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.retrace import SYMBOLIC
+
 aten = torch.ops.aten
 PLAIN = (aten.mm.default, aten.addmm.default)
 PRODUCTS = (*PLAIN, aten._scaled_mm.default)
@@ -53,6 +55,11 @@ def numel(node: fx.Node) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
+def is_fixed(node: fx.Node, dim: int) -> bool:
+    """Whether an extent of a node's value is a number, and no symbol."""
+    return isinstance(node.meta.get(SYMBOLIC, node.meta["val"]).shape[dim], int)
+
+
 def bytes_of(nodes: Iterable[fx.Node]) -> int:
     """Bytes of nodes that are tensors, together."""
     values = [node.meta.get("val") for node in nodes]
@@ -78,6 +85,11 @@ def constant(graph: fx.Graph, value: float, *, like: fx.Node, shape: Sequence[in
     )
     node.meta["val"] = x.new_empty(shape)
     return node
+
+
+def call_of(node: Any, target: Any) -> fx.Node | None:
+    """A node, if it calls `target`; any target where that is None."""
+    return node if isinstance(node, fx.Node) and target in (None, node.target) else None
 
 
 def number(node: Any) -> float | None:

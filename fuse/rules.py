@@ -3,26 +3,18 @@
 - A row's factor moves past the product: (x · r · g) W = ((x · g) W) · r. So the norm between two
   products is a number a row: the first kernel stores x · g with the row's statistic, and the second
   one scales its rows.
-- The logarithm of a row's sum of exponentials, whose largest is taken off before, is one statistic,
-  which a kernel has as a whole. Where none takes it, it is spelled out again.
 - What is gathered of a difference to a number a row is gathered first: log-probabilities of some
   words need no logits.
 - A softmax of scaled numbers scales them first, as the model does. Inductor takes the largest off
   before; the logarithm of the sum is no statistic of the scaled ones then.
-- What is scattered into zeros, one number a row, is a comparison with the column's number.
 - A row that is 0 but at one place sums to what is there: the gradient of a loss is then made in one
   pass over the logits.
-- A comparison of a row's whole number with the column's is one of float32.
-- What is taken of a dim of one, or put there, is a view.
-- A part of a split tensor is a slice, a call of one result: so a region may have the halves that a
-  rotation exchanges.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,28 +24,18 @@ from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, VIEWS, constant, make, number, numel
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, call_of, make, number
+from coda_agent.fuse.spelling import compare_floats, join_logsumexp, spell
 from coda_agent.fuse.tables import hold_tables
 
 aten = torch.ops.aten
-_COUNTED = (torch.ops.prims.iota.default, aten.arange.start_step, aten.arange.default)
-_EXACT = 2**24
-_SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-_ONES: dict[Any, Any] = {
-    aten.select.int: aten.squeeze.dim,
-    aten.select_scatter.default: aten.unsqueeze.default,
-}
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
 
 
 def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
     """Apply the rules to a graph, and the option `fp8`; a line for each place that changed."""
-    spell_parts(graph)
-    spell_views(graph)
     scale_first(graph)
-    spell_scatter(graph)
-    graph.eliminate_dead_code()
+    spell(graph)
     share(graph)
     join_logsumexp(graph)
     notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
@@ -65,48 +47,11 @@ def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
     return notes + hold_some_rows(graph) + hold_tables(graph)
 
 
-def spell_parts(graph: fx.Graph) -> None:
-    """Spell parts of a tensor that is split by numbers, or unbound, as calls of one result."""
-    for node in [n for n in graph.nodes if n.target in (*_SPLITS, aten.unbind.int)]:
-        parts = [] if node.kwargs else _spelled(node)
-        for part in [*node.users] if parts else []:
-            with graph.inserting_before(part):
-                piece = graph.call_function(*parts[part.args[1]])
-            piece.meta = dict(part.meta)
-            part.replace_all_uses_with(piece)
-
-
-def spell_views(graph: fx.Graph) -> None:
-    """Spell as a view what is taken of a dim of one element, and what is put there."""
-    for node in [n for n in graph.nodes if n.target in _ONES]:
-        (*_, x), (dim, _) = node.all_input_nodes, node.args[-2:]
-        whole = node.args[0].meta["val"]
-        if whole.shape[dim] == 1 and whole.dtype == x.meta["val"].dtype:
-            with graph.inserting_before(node):
-                view = graph.call_function(_ONES[node.target], (x, dim))
-            view.meta = dict(node.meta)
-            node.replace_all_uses_with(view)
-
-
-def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
-    """A call for each part of a tensor; none where it is split by other than numbers."""
-    count = len(node.meta["val"])
-    if node.target is aten.unbind.int:
-        x, dim = (*node.args, 0)[:2]
-        return [(aten.select.int, (x, dim, i)) for i in range(count)]
-    x, sizes, dim = (*node.args, 0)[:3]
-    sizes = sizes if isinstance(sizes, list) else [sizes] * count
-    if not all(isinstance(size, int) for size in sizes):
-        return []
-    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return [(aten.slice.Tensor, (x, dim, start, stop)) for start, stop in ends]
-
-
 def scale_first(graph: fx.Graph) -> None:
     """Scale numbers before the largest of each row is taken off."""
     for node in [n for n in graph.nodes if n.target in (aten.mul.Tensor, aten.div.Tensor)]:
-        difference, factor = _of(node.args[0], aten.sub.Tensor), node.args[1]
-        largest = None if difference is None else _of(difference.args[1], aten.amax.default)
+        difference, factor = call_of(node.args[0], aten.sub.Tensor), node.args[1]
+        largest = None if difference is None else call_of(difference.args[1], aten.amax.default)
         if difference is None or largest is None or largest.args[0] is not difference.args[0]:
             continue
         if not isinstance(factor, int | float) or factor <= 0:
@@ -121,54 +66,6 @@ def scale_first(graph: fx.Graph) -> None:
         for user in [u for u in node.users if u.target is aten.where.self and u.args[1] is node]:
             user.replace_all_uses_with(user.args[2])  # pyright: ignore[reportArgumentType]
         node.replace_all_uses_with(result)
-
-
-def spell_scatter(graph: fx.Graph) -> None:
-    """Spell what is scattered into rows of zeros, one number a row, as a choice by columns."""
-    for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
-        zeros, dim, index, source = node.args[:4]
-        value = node.meta["val"]
-        last = isinstance(zeros, fx.Node) and dim % max(value.ndim, 1) == value.ndim - 1
-        if not last or zeros.target is not aten.full.default or zeros.args[1] != 0:
-            continue
-        if {tuple(x.meta["val"].shape) for x in (index, source)} != {(*value.shape[:-1], 1)}:
-            continue
-        with graph.inserting_before(node):
-            columns = graph.call_function(
-                torch.ops.prims.iota.default, (value.shape[-1],),
-                {"start": 0, "step": 1, "dtype": torch.int64, "device": value.device,
-                 "requires_grad": False},
-            )  # fmt: skip
-            columns.meta["val"] = index.meta["val"].new_empty(value.shape[-1:])
-            hit = make(graph, aten.eq.Tensor, index, columns, like=node)
-            none = constant(graph, 0.0, like=node)
-            result = make(graph, aten.where.self, hit, source, none, like=node)
-        node.replace_all_uses_with(result)
-
-
-def compare_floats(graph: fx.Graph) -> None:
-    """Compare rows' whole numbers with columns' as float32, which kernels take, where it holds
-    these."""
-    for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
-        counted = [x for x in node.all_input_nodes if _source(x).target in _COUNTED]
-        if len(counted) == 1 and numel(_source(counted[0])) <= _EXACT:
-            with graph.inserting_before(node):
-                node.args = tuple(_float(graph, x) for x in node.all_input_nodes)
-
-
-def _source(x: fx.Node) -> fx.Node:
-    """What a value is views of, in which its elements may stand more than once."""
-    while x.target in (*VIEWS, aten.expand.default):
-        x = x.all_input_nodes[0]
-    return x
-
-
-def _float(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """Cast before views."""
-    if x is _source(x):
-        return make(graph, CASTS[-1], x, torch.float32, like=x)
-    inner = _float(graph, x.all_input_nodes[0])
-    return make(graph, cast("Any", x.target), inner, *x.args[1:], like=x)
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -261,70 +158,6 @@ def _is_of_rows(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[-1] == 1
 
 
-def join_logsumexp(graph: fx.Graph) -> None:
-    """Let a logarithm of a sum of exponentials be one call, where its largest was taken off."""
-    for log in graph.find_nodes(op="call_function", target=aten.log.default):
-        total = _of(log.args[0], aten.sum.dim_IntList)
-        shifted = _of(None if total is None else _of(total.args[0], aten.exp.default), None)
-        difference = _of(None if shifted is None else shifted.args[0], aten.sub.Tensor)
-        if total is None or difference is None:
-            continue
-        x, shift = difference.args
-        chosen = _of(shift, aten.where.self)  # torch.logsumexp takes no infinity off
-        largest = _of(shift if chosen is None else chosen.args[2], aten.amax.default)
-        if largest is None or largest.args[0] is not x or largest.args[1] != total.args[1]:
-            continue
-        users = [*log.users]
-        if chosen is not None:
-            if any(u.target is not aten.add.Tensor or _squeezed(u.args[1]) is not chosen
-                   for u in users):  # fmt: skip
-                continue
-        elif len(total.args) < 3 or any(u.args != (difference, log) for u in users):
-            continue
-        with graph.inserting_after(log):
-            joined = make(graph, aten.logsumexp.default, x, total.args[1], True, like=log)
-        for user in users:
-            if chosen is None:
-                user.args = (x, joined)
-                continue
-            with graph.inserting_before(user):
-                row = make(graph, aten.where.self, chosen.args[0], largest, joined, like=log)
-                row = make(graph, aten.view.default, row, [*user.meta["val"].shape], like=log)
-            user.replace_all_uses_with(row)
-    graph.eliminate_dead_code()
-
-
-def spell_logsumexp(graph: fx.Graph) -> None:
-    """Spell out what `join_logsumexp` joined, for Inductor."""
-    for node in graph.find_nodes(op="call_function", target=aten.logsumexp.default):
-        x, *dims = node.args
-        with graph.inserting_before(node):
-            largest = make(graph, aten.amax.default, x, *dims, like=node)
-            shifted = make(graph, aten.sub.Tensor, x, largest, like=node)
-            exp = make(graph, aten.exp.default, shifted, like=node)
-            total = make(graph, aten.sum.dim_IntList, exp, *dims, like=node)
-            log = make(graph, aten.log.default, total, like=node)
-            whole = make(graph, aten.add.Tensor, log, largest, like=node)
-        for user in [*node.users]:
-            if user.target is aten.sub.Tensor and user.args == (x, node):
-                user.args = (shifted, log)
-        node.replace_all_uses_with(whole)
-        graph.erase_node(node)
-    graph.eliminate_dead_code()
-
-
-def _squeezed(node: Any) -> Any:
-    """What a value is without its dims of one."""
-    while isinstance(node, fx.Node) and node.target in (*VIEWS, *_SQUEEZES):
-        node = node.args[0]
-    return node
-
-
-def _of(node: Any, target: Any) -> fx.Node | None:
-    """A node, if it calls `target`; any target where that is None."""
-    return node if isinstance(node, fx.Node) and target in (None, node.target) else None
-
-
 def gather_first(graph: fx.Graph) -> list[str]:
     """Gather before a number a row is subtracted; names of what is gathered."""
     moved: list[str] = []
@@ -377,9 +210,9 @@ def sum_of_one(graph: fx.Graph) -> list[str]:
 
 def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:
     """The index, the number and the columns of rows that are 0 but at an index."""
-    if (node := _of(node, aten.where.self)) is None:
+    if (node := call_of(node, aten.where.self)) is None:
         return None
-    at, value, zero = _of(node.args[0], aten.eq.Tensor), *map(number, node.args[1:])
+    at, value, zero = call_of(node.args[0], aten.eq.Tensor), *map(number, node.args[1:])
     if at is None or value is None or zero != 0:
         return None
     index: Any
@@ -390,7 +223,7 @@ def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:
         if isinstance(index, fx.Node) and index.target is aten.expand.default:
             index = index.args[0]
         is_row = isinstance(index, fx.Node) and _width(index) == 1
-        if is_row and (places := _of(places, torch.ops.prims.iota.default)) is not None:
+        if is_row and (places := call_of(places, torch.ops.prims.iota.default)) is not None:
             start, step = places.kwargs.get("start"), places.kwargs.get("step")
             if (start, step, places.args[0]) == (0, 1, _width(at)):
                 return index, value, _width(at)

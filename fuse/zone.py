@@ -234,7 +234,7 @@ class Zone:
             return 0
         if value.numel() == self.rows:
             return 1
-        width = value.shape[-1]
+        width = next((n for n in reversed(value.shape) if n != 1), 1)
         known = width in {self.columns, *self.picked}
         return width if known and value.numel() == self.rows * width else 0
 
