@@ -49,6 +49,11 @@ def is_cheap(node: fx.Node) -> bool:
     return is_pointwise(node) or node.target in SHAPES
 
 
+def is_repeated(node: fx.Node) -> bool:
+    """Whether a node's value is fewer numbers, each at several places."""
+    return node.target is aten.expand.default and numel(node) > numel(node.all_input_nodes[0])
+
+
 def numel(node: fx.Node) -> int:
     """The elements of a node's value; 0 where it is no tensor."""
     value = node.meta.get("val")

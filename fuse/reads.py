@@ -23,6 +23,7 @@ from coda_agent.fuse.nodes import (
     bytes_of,
     copied,
     is_pointwise,
+    is_repeated,
     numel,
     root,
 )  # fmt: skip
@@ -84,7 +85,7 @@ def _tiles(nodes: Iterable[fx.Node], others: set[fx.Node], whole: int) -> Tiles:
 def _whole(node: fx.Node, others: set[fx.Node], whole: int) -> list[fx.Node] | None:
     """What a node of a region's extent reads of that extent, where it is made pointwise: nothing,
     where it is made of numbers of rows and columns."""
-    if node in others or numel(node) != whole or not is_pointwise(node):
+    if node in others or numel(node) != whole or not (is_pointwise(node) or is_repeated(node)):
         return None
     return [x for x in node.all_input_nodes if numel(x) == whole]
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from coda_agent.fuse.nodes import SUM, VIEWS, alike, are_products, bytes_of, copied, is_cheap, numel
+from coda_agent.fuse.nodes import (
+    SUM,
+    VIEWS,
+    alike,
+    are_products,
+    bytes_of,
+    copied,
+    is_cheap,
+    is_repeated,
+    numel,
+)
 
 
 def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
@@ -51,8 +61,9 @@ def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
     first of those that views make of each other, else the last."""
     best, size = node, node.meta["val"].numel()
     while node in nodes and is_cheap(node):
-        whole = [x for x in node.all_input_nodes if numel(x) == size]
-        if len(whole) != 1 or nodes.intersection(node.all_input_nodes) != {*whole}:
+        read = [x for x in node.all_input_nodes if not is_repeated(x)]
+        whole = [x for x in read if numel(x) == size]
+        if len(whole) != 1 or nodes.intersection(read) != {*whole}:
             break
         source = whole[0]
         if bytes_of([source]) < bytes_of([best]) or (best is node and node.target in VIEWS):

@@ -285,6 +285,25 @@ def test_no_kernel_stores_logits_that_are_made_again(loss: Any) -> None:
     assert outputs.count(["Tile"]) == 4  # gradients of logits alone
 
 
+def test_gradients_of_entropies_are_made_of_logits_that_are_stored_once() -> None:
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        z = logits(h, w)
+        total = z.logsumexp(-1)
+        entropy = total - (z.softmax(-1) * z).sum(-1)
+        chosen = z.gather(-1, TARGETS[:, None])[:, 0] - total
+        return ((chosen.exp() - 0.1 * entropy) * WEIGHTS).mean()
+
+    args = [drawn(ROWS, WIDTH) * 4, drawn(WORDS, WIDTH, seed=1) * 2]
+    with watched() as seen:
+        fuse(loss)(*(x.requires_grad_() for x in args)).backward()
+    (shown,) = seen
+    programs = [program for _, program in shown.kernels]
+    kinds = [[kind for kind, _ in program["outputs"].values()] for program in programs]
+    assert sum("RowGather" in x for x in kinds) == 4 and max(x.count("Tile") for x in kinds) == 1
+    heads = [p for p, x in zip(programs, kinds, strict=True) if "RowGather" in x]
+    assert all("Tile" not in program["operands"].values() for program in heads)
+
+
 def test_rows_of_infinities_have_the_logarithms_of_pytorchs_sums() -> None:
     w = drawn(WORDS, WIDTH, seed=1)
     x = torch.zeros(ROWS, 1, dtype=torch.bfloat16)
