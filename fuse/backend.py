@@ -65,6 +65,12 @@ def _called(module: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:
     """What runs a graph's calls one after the other, in the place of Inductor's code."""
     from torch._inductor.output_code import OutputCode
 
+    iota = torch.ops.prims.iota.default
+    for node in module.graph.find_nodes(op="call_function", target=iota):
+        if node.kwargs["dtype"] is torch.uint16:  # of torch.eye; a CPU counts in no such numbers
+            node.kwargs = {**node.kwargs, "dtype": torch.int64}
+    module.recompile()
+
     class Calls(OutputCode):
         def __init__(self) -> None:
             self._boxed_call = True  # of the instance: wrappers take its dict along

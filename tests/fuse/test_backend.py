@@ -250,3 +250,9 @@ def test_threads_have_their_own_results() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_cpu_computes_what_pytorch_counts_in_16_bits() -> None:
+    x, w = drawn(300, D), drawn(320, D, seed=1)
+    function = lambda x, w: F.linear(x, w) * (2 * torch.eye(300, 320, dtype=x.dtype) - 1)
+    torch.testing.assert_close(fuse(function)(x, w), function(x, w), atol=1e-2, rtol=1e-2)
