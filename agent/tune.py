@@ -14,7 +14,7 @@ from coda_agent.primitives.errors import CompileError, SpecError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.dispatch import Shape, propose
 from coda_agent.runtime.kernel import Kernel as Function
-from coda_agent.runtime.kernel import load_kernel, user_tuning
+from coda_agent.runtime.loading import load_kernel, user_tuning
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.faults import size_faults
 

@@ -24,8 +24,8 @@ from coda_agent.primitives.suggest import near_matches
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.dispatch import Shape
 from coda_agent.runtime.kernel import Kernel as Function
-from coda_agent.runtime.kernel import load_kernel
 from coda_agent.runtime.launch import allocate
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.plan import finalised
 from coda_agent.specs import Spec
 

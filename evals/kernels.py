@@ -16,7 +16,8 @@ from coda_agent.evals.cases import Absent, Call, Case, Contender, Outputs, Setup
 from coda_agent.evals.libraries import CONTENDERS, NOTHING
 from coda_agent.evals.workloads import Workload, make_workload
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-from coda_agent.runtime.kernel import Kernel, load_kernel
+from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import load_spec
 
 SIZES = (2048, 4096, 8192)

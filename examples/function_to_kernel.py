@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 
 
 def gated(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ _ROOT = Path(__file__).parent
 
 def __getattr__(name: str) -> Kernel:
     if (_ROOT / name / "kernel.py").is_file():
-        from coda_agent.runtime.kernel import load_kernel
+        from coda_agent.runtime.loading import load_kernel
 
         kernel = globals()[name] = load_kernel(_ROOT / name)
         return kernel

@@ -16,7 +16,7 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import ColIndex
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.function import Chooser, ProgramFunction
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.operators import operators
 from coda_agent.runtime.tile_choice import prior_chooser
 

@@ -87,7 +87,7 @@ from coda_agent import fuse
 from coda_agent.fuse import apply_coda_kernels, explain
 from coda_agent.fuse.backend import coda
 from coda_agent.generated import gemm_swiglu
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 
 def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.relu(x @ w.T)

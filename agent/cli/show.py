@@ -97,7 +97,7 @@ def dispatched(folder: Path) -> dict[str, list[str]]:
     import torch
 
     from coda_agent.runtime.dispatch import H200
-    from coda_agent.runtime.kernel import load_kernel
+    from coda_agent.runtime.loading import load_kernel
 
     try:
         kernel = load_kernel(folder)

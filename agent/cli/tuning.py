@@ -18,7 +18,7 @@ from coda_agent.agent.workspace import find
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.dispatch import Shape
-from coda_agent.runtime.kernel import user_tuning
+from coda_agent.runtime.loading import user_tuning
 from coda_agent.specs import load_spec
 
 ShapeOption = Annotated[

@@ -19,7 +19,7 @@ from coda_agent.agent.workspace import GitError, Kernel, run_git
 from coda_agent.primitives import memory
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.runtime import call_cache
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 
 NAME = "coda-agent-kernels"
 # One for each release of CUDA that torch may be built for; they hold the same bytes.

@@ -62,7 +62,7 @@ def use(bench: Workbench) -> Result:
     outputs = ", ".join(bench.spec.declared.outputs)
     lines = [
         "from pathlib import Path",
-        "from coda_agent.runtime.kernel import load_kernel",
+        "from coda_agent.runtime.loading import load_kernel",
         f"{name} = load_kernel(Path({str(folder)!r}))  # help({name}) says what it takes",
         f"{outputs} = {name}({called})  # on a Hopper GPU one launch, elsewhere interpreted",
         f"# without coda-agent: coda-agent export {name} --out DIR",

@@ -22,7 +22,7 @@ from coda_agent.evals.judge.corpus import Subject, demonstrations, kernels, rewr
 from coda_agent.evals.judge.mutants import suite
 from coda_agent.evals.judge.scores import Judge, Score, score_mutants
 from coda_agent.primitives.errors import CodaError
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 
 T = TypeVar("T")
 Found = dict[str, Score]

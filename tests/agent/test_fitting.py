@@ -23,7 +23,7 @@ from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig, offered
 from coda_agent.runtime import dispatch_tables as tables
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import load_spec
 
 ROOT = Path(__file__).parents[2] / "generated"

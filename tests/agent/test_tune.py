@@ -17,7 +17,7 @@ from coda_agent.agent.cli import app
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig, offered
-from coda_agent.runtime.kernel import user_tuning
+from coda_agent.runtime.loading import user_tuning
 from coda_agent.specs import load_spec
 
 KERNEL = "gemm_residual_partial_rmsnorm"

@@ -23,7 +23,7 @@ from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.workspace import packaged_kernels
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.kernel import user_tuning
+from coda_agent.runtime.loading import user_tuning
 
 H200 = "NVIDIA H200"
 

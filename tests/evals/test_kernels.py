@@ -15,7 +15,7 @@ from coda_agent.evals.cases import Absent
 from coda_agent.evals.kernels import MODELS, RAW, _contender, own, paper, shapes
 from coda_agent.evals.workloads import make_workload
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import load_spec
 from tests.evals.small import ROOT, measured
 

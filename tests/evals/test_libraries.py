@@ -15,7 +15,7 @@ from coda_agent.evals.cases import Absent, Setup
 from coda_agent.evals.kernels import PAPER
 from coda_agent.evals.libraries import Library, compose
 from coda_agent.evals.workloads import EPS, Workload, make_workload
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from tests.evals.small import ROOT
 
 

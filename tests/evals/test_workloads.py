@@ -8,7 +8,7 @@ import torch
 from coda_agent.evals.cases import Setup
 from coda_agent.evals.kernels import _ours
 from coda_agent.evals.workloads import Heads, make_workload
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from tests.evals.small import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")

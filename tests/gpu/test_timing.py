@@ -25,7 +25,7 @@ from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.inspect import inspect_program, roofline
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 
 pytestmark = pytest.mark.gpu
 

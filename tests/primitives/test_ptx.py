@@ -16,7 +16,7 @@ from coda_agent.primitives.lower import zero_preserving
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ptx import MEANINGS, operation
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.target import sass
 from tests.programs import built
 

@@ -15,7 +15,8 @@ from coda_agent import generated
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.runtime import function as function_module
 from coda_agent.runtime import plan as plan_module
-from coda_agent.runtime.kernel import Kernel, load_kernel
+from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import Spec, draw_inputs, run_reference
 from tests.runtime.test_kernel import ADDS, IN_PLACE, READS
 from tests.runtime.test_plan import Launches

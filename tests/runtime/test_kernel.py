@@ -21,7 +21,8 @@ from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import dispatch_tables as tables
 from coda_agent.runtime import function as function_module
-from coda_agent.runtime.kernel import Kernel, load_kernel
+from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import draw_inputs
 
 SPECS = Path(__file__).parents[2] / "specs"

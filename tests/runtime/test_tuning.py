@@ -14,7 +14,8 @@ import pytest
 from coda_agent import generated
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
 from coda_agent.runtime import tuning
-from coda_agent.runtime.kernel import Kernel, load_kernel, user_tuning
+from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.loading import load_kernel, user_tuning
 from coda_agent.runtime.tuning import UserTuning
 
 GPU = "some GPU"

@@ -17,7 +17,7 @@ from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.target import instructions
 from coda_agent.specs import load_spec
 

@@ -11,7 +11,7 @@ from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.demos.own_instruction import own_instruction
 from coda_agent.primitives import Program, Tile, epilogue, ptx
 from coda_agent.primitives.ptx import MEANINGS
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import load_spec
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from coda_agent.evals.judge import corpus
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.reader import read_programs
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import Spec, load_spec
 from tests.written import spec
 

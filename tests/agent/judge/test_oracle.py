@@ -25,8 +25,8 @@ from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import STREAMING, TileConfig
-from coda_agent.runtime.kernel import load_kernel
 from coda_agent.runtime.launch import Arguments, launcher
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import Spec, load_spec
 from tests import written
 

@@ -30,7 +30,7 @@ from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.inspect import Ceiling
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.tuning import TunedShape
 from coda_agent.specs import Spec, draw_inputs
 

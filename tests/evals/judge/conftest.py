@@ -7,7 +7,7 @@ import pytest
 from coda_agent.demos import demos
 from coda_agent.evals.judge import corpus
 from coda_agent.evals.judge.corpus import Subject
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 from tests.evals.small import ROOT
 
 

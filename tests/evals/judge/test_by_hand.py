@@ -10,7 +10,7 @@ from coda_agent.evals.judge import by_hand, corpus, scores
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant
 from coda_agent.primitives.errors import CodaError
-from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.loading import load_kernel
 
 ROOT = Path(__file__).parents[3]
 
