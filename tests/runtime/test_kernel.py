@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 
 from coda_agent import generated
 from coda_agent.agent.judge.compare import same
-from coda_agent.primitives.errors import LaunchError, WorkspaceError
+from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import dispatch_tables as tables
 from coda_agent.runtime import function as function_module
@@ -169,11 +168,6 @@ def test_a_tile_that_spills_by_the_evidence_is_not_the_priors_pick(tmp_path: Pat
     ranked = load_kernel(folder).tiles.ranked(*about)
     assert ranked[0] != best and best in ranked
     assert plain.tiles.ranked(*about)[0] == best
-
-
-def test_a_folder_without_a_kernel(tmp_path: Path) -> None:
-    with pytest.raises(WorkspaceError, match=r"holds no kernel\.py"):
-        load_kernel(tmp_path)
 
 
 def test_an_unknown_name_says_what_there_is() -> None:
@@ -385,22 +379,6 @@ def test_tensors_for_scalars() -> None:
         kernel(1.0, *others[1:], 1.0, 2.0)
 
 
-def test_kernels_of_one_name_do_not_mix(tmp_path: Path, operands: dict[str, Any]) -> None:
-    for folder in ("a", "b", "c"):
-        (tmp_path / folder).mkdir()
-    public = generated.gemm_residual_partial_rmsnorm
-    first = make(tmp_path / "a", "gemm_residual_partial_rmsnorm", RESIDUAL)
-    other = make(
-        tmp_path / "b", "gemm_residual_partial_rmsnorm", RESIDUAL.replace("acc + C", "acc - C")
-    )
-    again = make(tmp_path / "c", "gemm_residual_partial_rmsnorm", RESIDUAL)
-    assert again is first and first is not other
-    assert len({str(k.ops[()]) for k in (public, first, other)}) == 3
-    d, negated = first(**operands)[0], other(**{**operands, "C": -operands["C"]})[0]
-    assert torch.equal(d, negated) and torch.equal(d, public(**operands)[0])
-    assert not torch.equal(d, other(**operands)[0])
-
-
 IN_PLACE = """
 ---
 name: gemm_accumulate
@@ -516,39 +494,6 @@ def test_only_plain_tensors_pass_by_the_dispatcher(
     minus = torch._neg_view(-gamma)  # pyright: ignore[reportPrivateImportUsage]
     assert_same(kernel(a, b, c, minus), want)
     assert seen == ["Odd", "FakeTensor", "Tensor"]
-
-
-@pytest.mark.parametrize("file", ["kernel.py", "spec.md"])
-def test_what_the_judge_did_not_see_is_not_loaded(tmp_path: Path, file: str) -> None:
-    folder = tmp_path / "gemm_rope"
-    shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)
-    assert load_kernel(folder).spec.name == "gemm_rope"
-    with (folder / file).open("a") as text:
-        text.write("\n# one more line\n")
-    with pytest.raises(WorkspaceError, match=rf"{file} is not what its evidence was made for"):
-        load_kernel(folder)
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "fault"),
-    [
-        ("evidence.json", "", "not readable evidence: Invalid JSON"),
-        ("evidence.json", "[" * 9999, "not readable evidence: Invalid JSON: recursion"),
-        ("evidence.json", "[]", "not readable evidence: Input should be an object"),
-        ("evidence.json", '{"refused_tiles": [{"tile": [1]}]}', r"evidence: refused_tiles\.0\.tile"),
-        ("evidence.json", '{"compiled": {"spills": {"t": -1}}}', r"compiled\.spills\.t: Input"),
-        ("tuned.json", "9" * 5000, "not hold measured tiles: Invalid JSON: number out"),
-        ("tuned.json", '{"H": {"float16": [{}]}}', r"measured tiles: H\.float16\.0\.m: Field"),
-        ("tuned.json", '{"H": 1}', "measured tiles: H: Input should be an object"),
-    ],
-)  # fmt: skip
-def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, fault: str) -> None:
-    folder = tmp_path / "gemm_rope"
-    shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)
-    (folder / file).write_text(text)
-    with pytest.raises(WorkspaceError, match=rf"^\S*{file} .*{fault}") as caught:
-        load_kernel(folder)
-    assert "git checkout -- " in caught.value.hint and "\n" not in str(caught.value)
 
 
 def test_the_table_that_comes_with_the_package() -> None:
