@@ -60,9 +60,19 @@ def numel(node: fx.Node) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
+def shape_of(node: fx.Node) -> torch.Size:
+    """The shape of a node's value, in which symbols stand as such."""
+    return node.meta.get(SYMBOLIC, node.meta["val"]).shape
+
+
 def is_fixed(node: fx.Node, dim: int) -> bool:
     """Whether an extent of a node's value is a number, and no symbol."""
-    return isinstance(node.meta.get(SYMBOLIC, node.meta["val"]).shape[dim], int)
+    return isinstance(shape_of(node)[dim], int)
+
+
+def is_one(node: fx.Node, dim: int) -> bool:
+    """Whether an extent of a node's value is 1, whatever its symbols are."""
+    return is_fixed(node, dim) and shape_of(node)[dim] == 1
 
 
 def bytes_of(nodes: Iterable[fx.Node]) -> int:

@@ -21,7 +21,19 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from coda_agent.fuse.nodes import CASTS, SHORT, VIEWS, call_of, constant, is_fixed, make, numel
+from coda_agent.agent.authors.composer.retrace import SYMBOLIC
+from coda_agent.fuse.nodes import (
+    CASTS,
+    SHORT,
+    VIEWS,
+    call_of,
+    constant,
+    is_fixed,
+    is_one,
+    make,
+    numel,
+    shape_of,
+)
 
 aten = torch.ops.aten
 _COUNTED = (torch.ops.prims.iota.default, aten.arange.start_step, aten.arange.default)
@@ -75,18 +87,17 @@ def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
 def spell_views(graph: fx.Graph) -> None:
     """Spell as a view what is taken of a dim of one element or put there, and where it is moved."""
     for node in [n for n in graph.nodes if n.target in _ONES]:
-        (*_, x), (dim, _) = node.all_input_nodes, node.args[-2:]
-        whole = node.args[0].meta["val"]
-        if whole.shape[dim] == 1 and whole.dtype == x.meta["val"].dtype:
+        whole, (*_, x, dim, _) = node.args[0], node.args
+        if is_one(whole, dim) and whole.meta["val"].dtype == x.meta["val"].dtype:
             with graph.inserting_before(node):
                 view = graph.call_function(_ONES[node.target], (x, dim))
             view.meta = dict(node.meta)
             node.replace_all_uses_with(view)
     for node in graph.find_nodes(op="call_function", target=aten.permute.default):
         x, order = node.args
-        places = [d for d in order if x.meta["val"].shape[d] != 1]
-        if places == sorted(places) and all(user.op != "output" for user in node.users):
-            ones = [d for d in order if d not in places]
+        ones = [d for d in order if is_one(x, d)]
+        places = [d for d in order if d not in ones]
+        if ones and places == sorted(places) and all(u.op != "output" for u in node.users):
             with graph.inserting_before(node):
                 view = make(graph, aten.squeeze.dims, x, ones, like=node)
                 for i in [i for i, d in enumerate(order) if d in ones]:
@@ -97,8 +108,7 @@ def spell_views(graph: fx.Graph) -> None:
 def spell_products(graph: fx.Graph) -> None:
     """Spell a batch of one product, as einsum makes it, as that product."""
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        value = node.meta["val"]
-        if value.shape[0] == 1 and value.dtype in SHORT:
+        if is_one(node, 0) and node.meta["val"].dtype in SHORT:
             with graph.inserting_before(node):
                 a, b = (make(graph, aten.squeeze.dim, x, 0, like=node) for x in node.args)
                 product = make(graph, aten.mm.default, a, b, like=node)
@@ -109,6 +119,8 @@ def spell_products(graph: fx.Graph) -> None:
 def spell_largest(graph: fx.Graph) -> None:
     """Spell the largest along a dim, and its place, as two calls."""
     for node in graph.find_nodes(op="call_function", target=aten.max.dim):
+        if node.kwargs:
+            continue
         x, dim, keep = (*node.args, False)[:3]
         for part in [user for user in node.users if user.target is operator.getitem]:
             target = aten.argmax.default if part.args[1] else aten.amax.default
@@ -122,7 +134,7 @@ def spell_indices(graph: fx.Graph) -> None:
     for node in [n for n in graph.nodes if n.target in _INDEXED]:
         x, indices, *rest = node.args
         columns = _columns(x.meta["val"].shape, indices)
-        if columns is None or not is_fixed(x, -1):
+        if columns is None or SYMBOLIC in node.meta:  # sizes that are alike now may be others
             continue
         if rest and (rest[1:] != [True] or rest[0].meta["val"].shape != columns.meta["val"].shape):
             continue
@@ -172,14 +184,12 @@ def spell_scatter(graph: fx.Graph) -> None:
         zeros, dim, index, source = node.args[:4]
         value = node.meta["val"]
         last = isinstance(zeros, fx.Node) and dim % max(value.ndim, 1) == value.ndim - 1
-        if (
-            not last
-            or not is_fixed(node, -1)
-            or zeros.target is not aten.full.default
-            or zeros.args[1] != 0
-        ):
+        if not last or zeros.target is not aten.full.default or zeros.args[1] != 0:
             continue
-        if {tuple(x.meta["val"].shape) for x in (index, source)} != {(*value.shape[:-1], 1)}:
+        shape = [*shape_of(node)[:-1], 1]
+        if not is_fixed(node, -1) or any(
+            str([*shape_of(x)]) != str(shape) for x in (index, source)
+        ):
             continue
         with graph.inserting_before(node):
             columns = graph.call_function(
