@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from coda_agent.agent.judge import timing
-from coda_agent.agent.judge.performance import bare_gemm
+from coda_agent.agent.judge.baselines import bare_gemm
 from coda_agent.agent.judge.tuner import SEARCH_ROUNDS, ranked
 from coda_agent.evals.cases import Absent, Call, Outputs, Setup
 from coda_agent.evals.workloads import EPS, Function, Workload

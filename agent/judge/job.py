@@ -166,7 +166,7 @@ class PrepareJob(Job[PerformanceReport]):
     kind: Literal["prepare"] = "prepare"
 
     def run(self, progress: Progress) -> Outcome[PerformanceReport]:
-        from coda_agent.agent.judge.performance import prepare
+        from coda_agent.agent.judge.baselines import prepare
 
         prepare(self.spec, [element for _, element in self.tiles])
         return Outcome()

@@ -17,18 +17,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, product
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from coda_agent.agent.judge.baselines import (
+    bare_gemm,
+    compiled_reference,
+    given_by_user,
+    recompiling,
+)
 from coda_agent.agent.judge.machine import contention_allowed, gpu_state
 from coda_agent.agent.judge.records import (
     Failure,
     Figures,
     Finding,
-    Inputs,
     Outcome,
     PerformanceReport,
     Progress,
@@ -232,49 +236,6 @@ def inspected(
     )
 
 
-def prepare(spec: Spec, elements: Sequence[str]) -> None:
-    """Compile what the default binding's program is timed against, which takes seconds a shape; it
-    stays compiled while the process lives."""
-    from coda_agent.specs import draw_inputs
-
-    binding = spec.bindings()[0]
-    call = _baseline(spec, binding)
-    with _recompiling():
-        for element, sizes in product(elements, spec.bench_shapes):
-            types = dict.fromkeys(spec.types, element)
-            inputs = draw_inputs(spec, sizes, types, seed=0, device="cuda", binding=binding)
-            call(**_given(spec, inputs, binding))
-
-
-def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
-    """What a user would run, under torch.compile."""
-    import torch
-
-    from coda_agent.specs import reference_callable
-
-    return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
-
-
-def _given(spec: Spec, inputs: Inputs, binding: Mapping[str, str]) -> Inputs:
-    """Inputs as a user has them: in the spec's own layout, in their own memory."""
-    from coda_agent.specs import as_declared
-
-    if spec.layout is None:
-        return inputs
-    return {
-        x: value if isinstance(value, (int, float)) else value.contiguous()
-        for x, value in as_declared(spec, inputs, binding).items()
-    }
-
-
-def _recompiling() -> AbstractContextManager[None]:
-    """Lets torch.compile compile as often as needed. By default it compiles a function eight times
-    in a process, and then runs it uncompiled without a word."""
-    from torch._dynamo import config
-
-    return config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
-
-
 @lru_cache(maxsize=4)
 def measured_ceiling(dtype: str) -> Ceiling:
     """The best rates of this GPU, with slack above them.
@@ -337,8 +298,8 @@ def _timed(
             wrong.add_((t.view(torch.uint8) != known.view(torch.uint8)).any())
             t.fill_(float("nan"))
 
-    baseline = _baseline(problem.spec, problem.binding)
-    given = [_given(problem.spec, x, problem.binding) for x in problem.inputs]
+    baseline = compiled_reference(problem.spec, problem.binding)
+    given = [given_by_user(problem.spec, x, problem.binding) for x in problem.inputs]
     a, b = ([inputs[g] for inputs in problem.inputs] for g in problem.spec.gemm)
     gemm = bare_gemm(a[0], b[0])
     contenders = {
@@ -346,7 +307,7 @@ def _timed(
         "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
         "compile": lambda i: baseline(**given[i % 2]),
     }
-    with _recompiling():
+    with recompiling():
         samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
         sound = [c for c in configs if not samples[c.label].fault]
         if not (stream and sound):
@@ -358,25 +319,6 @@ def _timed(
         chosen = {name: contenders[name] for name in names}
         streams = steady(chosen, before=restore, after=after)
     return samples, {names[name]: s for name, s in streams.items()}, int(wrong)
-
-
-def bare_gemm(
-    a: torch.Tensor, b: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """cuBLAS's product of operands like `a` (M, K) and `b` (N, K).
-
-    It goes into one buffer where torch's binding takes one. FP8 operands give bfloat16, with unit
-    scales and fast accumulation.
-    """
-    import torch
-
-    if a.element_size() > 1:
-        product = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
-        return lambda x, y: torch.mm(x, y.t(), out=product)
-    one = torch.ones((), device=a.device)
-    return lambda x, y: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        x, y.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
 
 
 def _judge(measured: Timed | Untimed, *, target: float | None) -> list[Finding]:

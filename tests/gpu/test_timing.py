@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from coda_agent.agent.judge import performance, timing
+from coda_agent.agent.judge.baselines import prepare
 from coda_agent.agent.judge.machine import CONTENDED, gpu_state, require_idle
 from coda_agent.agent.judge.records import Figures, Timed
 from coda_agent.agent.judge.samples import different, speedup
@@ -172,7 +173,7 @@ def test_a_baseline_that_was_prepared_is_not_compiled_again() -> None:
     sizes = dict(zip(kernel.spec.gemm_dims, (512, 512, 512), strict=True))
     spec = kernel.spec.model_copy(update={"bench_shapes": (sizes,)})
     compiled = torch._dynamo.utils.counters["stats"]
-    performance.prepare(spec, ["bfloat16"])
+    prepare(spec, ["bfloat16"])
     before = compiled["unique_graphs"]
     problem = Problem(spec, kernel.programs[spec.variant()], spec.bindings()[0], sizes, "bfloat16")
     record = performance._measured(problem, [DEFAULT_CONFIGS["sm_90a"]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.tuning import TunedShape
-from coda_agent.specs import Spec, draw_inputs
+from coda_agent.specs import Spec
 
 GENERATED = Path(__file__).parents[3] / "generated"
 FIRST, SECOND = DEFAULT_CONFIGS["sm_90a"], TileConfig(128, 192, 2, 1, True)
@@ -332,30 +331,6 @@ def test_a_search_leaves_out_whom_the_clocks_disagree_about(
         ranked(cell, [FIRST, SECOND], 9)
 
 
-def test_a_baseline_is_compiled_for_more_shapes_than_torch_would_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spec = load_kernel(GENERATED / "gemm_rmsnorm").spec
-    many = tuple({"M": m, "N": 64, "K": 32} for m in range(8, 20))
-    spec = spec.model_copy(update={"bench_shapes": many})
-    graphs: list[Any] = []
-    sizes: list[Any] = []
-    compiled = functools.partial(torch.compile, backend=lambda g, _: graphs.append(g) or g.forward)
-    monkeypatch.setattr(torch, "compile", compiled)
-
-    def drawn(*given: Any, **more: Any) -> Any:
-        sizes.append(given[1])
-        return draw_inputs(*given, **{**more, "device": "cpu"})
-
-    monkeypatch.setattr("coda_agent.specs.draw_inputs", drawn)
-    performance.prepare(spec, ["bfloat16"])
-    assert len(graphs) == 12 and sizes == list(many)
-    performance.prepare(spec, ["bfloat16"])
-    assert len(graphs) == 12
-    performance.prepare(spec.model_copy(update={"bench_shapes": many[:1]}), ["float16"])
-    assert len(graphs) == 13 and sizes[-1] == many[0]
-
-
 def test_facts_count_the_bytes_of_the_specs_types() -> None:
     kernel = load_kernel(GENERATED / "gemm_fp8_swiglu_quantised")
     spec, m, n, k = kernel.spec, 256, 512, 128
@@ -370,7 +345,6 @@ def test_facts_count_the_bytes_of_the_specs_types() -> None:
 
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import torch
 
     def refuse() -> None:
         raise AssertionError("a unit test reached for CUDA")

@@ -1,0 +1,77 @@
+"""What a kernel is timed against: a bare cuBLAS product, and the reference under torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import product
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.judge.records import Inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+
+def prepare(spec: Spec, elements: Sequence[str]) -> None:
+    """Compile what the default program is timed against, which takes seconds a shape; it
+    stays compiled while the process lives."""
+    from coda_agent.specs import draw_inputs
+
+    binding = spec.bindings()[0]
+    call = compiled_reference(spec, binding)
+    with recompiling():
+        for element, sizes in product(elements, spec.bench_shapes):
+            types = dict.fromkeys(spec.types, element)
+            inputs = draw_inputs(spec, sizes, types, seed=0, device="cuda", binding=binding)
+            call(**given_by_user(spec, inputs, binding))
+
+
+def compiled_reference(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
+    """What a user would run, under torch.compile."""
+    import torch
+
+    from coda_agent.specs import reference_callable
+
+    return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
+
+
+def given_by_user(spec: Spec, inputs: Inputs, binding: Mapping[str, str]) -> Inputs:
+    """Inputs as a user has them: in the spec's own layout, in their own memory."""
+    from coda_agent.specs import as_declared
+
+    if spec.layout is None:
+        return inputs
+    return {
+        x: value if isinstance(value, (int, float)) else value.contiguous()
+        for x, value in as_declared(spec, inputs, binding).items()
+    }
+
+
+def recompiling() -> AbstractContextManager[None]:
+    """Let torch.compile compile as often as needed. By default it compiles a function eight times
+    in a process, and then runs it uncompiled without a word."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
+
+
+def bare_gemm(
+    a: torch.Tensor, b: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """cuBLAS's product of operands like `a` (M, K) and `b` (N, K).
+
+    It goes into one buffer where torch's binding takes one. FP8 operands give bfloat16, with unit
+    scales and fast accumulation.
+    """
+    import torch
+
+    if a.element_size() > 1:
+        product = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+        return lambda x, y: torch.mm(x, y.t(), out=product)
+    one = torch.ones((), device=a.device)
+    return lambda x, y: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x, y.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
