@@ -24,6 +24,8 @@ SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
 REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
             aten.logsumexp.default, aten.argmax.default)  # fmt: skip
 SCATTERED = (aten.scatter_add.default, aten.scatter.src)
+SCALED = "float16 holds the gradients of a scaled loss alone"
+"""Why the product of a loss in float16 is made again."""
 _PICKING = (aten.gather.default, aten.topk.default)
 _PROPORTIONAL = (
     aten.neg.default,
@@ -186,7 +188,7 @@ class Zone:
                 self.scaled.add(node)
             elif not self.scaled.isdisjoint(node.all_input_nodes):
                 if node in self.needed and node.meta["val"].dtype is torch.float16:
-                    raise Whole("float16 holds the gradients of a scaled loss alone")
+                    raise Whole(SCALED)
                 if node in self.needed and not self._is_proportional(node):
                     raise Whole(f"{node.name} is not proportional to the loss's gradient")
                 self.scaled.add(node)

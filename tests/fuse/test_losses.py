@@ -124,7 +124,12 @@ def test_what_is_read_otherwise_is_taken_behind_the_product(what: str) -> None:
     assert "is computed whole" in check(loss, fuse(loss))
 
 
-def test_gradients_of_float16_keep_the_scale_of_their_loss() -> None:
+def test_gradients_of_float16_keep_the_scale_of_their_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS", head.LOGITS // 2)
     loss = lambda h, w: shifted(h, w) * 1e-5  # as of 100 times as many rows
     notes = check(loss, fuse(loss), torch.float16, 65536.0)
     assert "in both passes, by 1 product more: float16 holds" in notes
+
+
+def test_fewer_logits_of_float16_are_whole() -> None:
+    assert "is computed whole: float16 holds" in check(shifted, fuse(shifted), torch.float16)
