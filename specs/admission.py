@@ -14,6 +14,7 @@ from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded as rounding
 from coda_agent.specs.format import Spec
 from coda_agent.specs.layout import shown
+from coda_agent.specs.names import reached
 from coda_agent.specs.reference import (
     cast_to,
     draw_inputs,
@@ -22,7 +23,6 @@ from coda_agent.specs.reference import (
     run_reference,
     storage,
 )
-from coda_agent.specs.source import reached
 from coda_agent.specs.tracing import tensors
 
 if TYPE_CHECKING:

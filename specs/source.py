@@ -10,26 +10,25 @@ import ast
 import builtins
 import importlib.machinery
 import re
-import symtable
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.suggest import near_matches
-
-_OWN = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math",
-        "numbers", "operator", "torch", "typing"}  # fmt: skip
-"""Modules that a reference may import."""
-_PLACED = "coda_agent.primitives.placed"
-"""Where the numbers are that a kernel draws by a counter."""
-_REACHING = frozenset(
-    "__import__ breakpoint compile eval exec globals input locals open vars".split()  # noqa: SIM905
+from coda_agent.specs.names import (
+    OWN,
+    PLACED,
+    REACHING,
+    alias_name,
+    bound_names,
+    free_names,
+    import_lines,
+    is_harmless,
 )
+
 _DTYPES = {"Float32": "float32", "Int": "int64", "Int32": "int32", "Int64": "int64"}
 _Axes = tuple[int | str, ...]
 
@@ -160,7 +159,7 @@ class _Module:
         self.text, self.tree, self.where = text.splitlines(), tree, where
         self.bound: dict[str, list[ast.stmt]] = {}
         for node in tree.body:
-            for name in _binds(node):
+            for name in bound_names(node):
                 self.bound.setdefault(name, []).append(node)
 
     def fault(self, node: ast.AST, message: str, hint: str) -> SpecError:
@@ -180,7 +179,7 @@ class _Module:
             texts = {
                 (line, s.lineno)
                 for s in imports
-                for line, ours in _imported(s, needed)
+                for line, ours in import_lines(s, needed)
                 if ours == place
             }
             lines += [("", 0)] * bool(lines and texts) + sorted(texts)
@@ -257,14 +256,14 @@ class _Module:
         self, node: ast.stmt, needed: dict[str, list[ast.stmt]], path: tuple[str, ...]
     ) -> None:
         """Adds to `needed` what `node` takes from its module, by name."""
-        for name in sorted(_taken(node)):
+        for name in sorted(free_names(node)):
             if name in needed:
                 continue
             by = f"{path[-1]} uses {name}"
             if name in path[:1]:
                 raise self.fault(node, f"{path[-1]} calls {name} again", "write a loop")
             if name not in self.bound:
-                if name in _REACHING:
+                if name in REACHING:
                     hint = "a reference computes with its arguments, and with nothing else"
                     raise self.fault(node, f"{path[-1]} calls {name}", hint)
                 if hasattr(builtins, name):
@@ -281,7 +280,7 @@ class _Module:
         """Refuses what does not stand alone in a spec."""
         match statement:
             case ast.Import(names=aliases):
-                modules = [alias.name for alias in aliases if _alias(alias) == name]
+                modules = [alias.name for alias in aliases if alias_name(alias) == name]
             case ast.ImportFrom(module=module, level=0):
                 modules = [str(module)]
             case ast.ImportFrom():
@@ -295,122 +294,17 @@ class _Module:
                 hint = "only imports, functions and constants of a module come along"
                 raise self.fault(statement, f"{by}, {what}", hint)
         for module in modules:
-            if module.partition(".")[0] not in _OWN and module != _PLACED:
+            if module.partition(".")[0] not in OWN and module != PLACED:
                 message = f"{by}, of {module}; a reference stands on torch alone"
                 hint = "put the function into this file, or write it with torch"
                 raise self.fault(statement, message, hint)
 
     def _text(self, node: ast.stmt) -> list[tuple[str, int]]:
-        decorators = [d for d in getattr(node, "decorator_list", []) if _harmless(d)]
+        decorators = [d for d in getattr(node, "decorator_list", []) if is_harmless(d)]
         dropped = {n for d in decorators for n in range(d.lineno, (d.end_lineno or d.lineno) + 1)}
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
         numbers = [n for n in range(first, (node.end_lineno or first) + 1) if n not in dropped]
         return [(self.text[n - 1].rstrip(), n) for n in numbers]
-
-
-def reached(text: str) -> tuple[int, str] | None:
-    """Find where a reference goes beyond what it may import: the line, and what it does there."""
-    tree, known = ast.parse(text), dict[str, Any]()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        one = node.module or "." if isinstance(node, ast.ImportFrom) else ""
-        for alias in node.names:
-            module = one or (alias.name if alias.asname else alias.name.partition(".")[0])
-            if module.partition(".")[0] not in _OWN and module != _PLACED:
-                return node.lineno, f"imports {module}"
-            found = sys.modules.get(module)
-            known[_alias(alias)] = getattr(found, alias.name, None) if one else found
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in _REACHING:
-            return node.lineno, f"calls {node.id}"
-        module = _module(node, known)
-        if module is not None and module.__name__.partition(".")[0] not in _OWN:
-            return getattr(node, "lineno", 0), f"reaches {module.__name__}"
-    return None
-
-
-def _module(node: ast.AST, known: Mapping[str, Any]) -> ModuleType | None:
-    """The module that an expression names, as `torch.os`."""
-    match node:
-        case ast.Name(id=name):
-            found = known.get(name)
-        case ast.Attribute(value=value, attr=name):
-            found = getattr(_module(value, known), name, None)
-        case _:
-            return None
-    return found if isinstance(found, ModuleType) else None
-
-
-def _alias(alias: ast.alias) -> str:
-    return alias.asname or alias.name.partition(".")[0]
-
-
-def _binds(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement of a module binds."""
-    match node:
-        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-            yield from map(_alias, aliases)
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
-            yield name
-        case _:
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-                    yield inner.id
-                elif isinstance(inner, ast.Import | ast.ImportFrom) and inner is not node:
-                    yield from map(_alias, inner.names)
-
-
-def _imported(
-    statement: ast.Import | ast.ImportFrom, needed: dict[str, list[ast.stmt]]
-) -> Iterator[tuple[str, bool]]:
-    """One line for each name that is needed, and whether it is of torch."""
-    for alias in statement.names:
-        if _alias(alias) in needed:
-            named = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
-            if isinstance(statement, ast.Import):
-                yield f"import {named}", alias.name.partition(".")[0] == "torch"
-            else:
-                module = str(statement.module)
-                yield f"from {module} import {named}", module.partition(".")[0] == "torch"
-
-
-def _taken(node: ast.stmt) -> set[str]:
-    """Names that a definition takes from its module: free ones, without those of annotations."""
-    bare = ast.parse(ast.unparse(node))
-    for inner in ast.walk(bare):
-        if isinstance(inner, ast.arg):
-            inner.annotation = None
-        elif isinstance(inner, ast.FunctionDef):
-            inner.returns = None
-            inner.decorator_list = [d for d in inner.decorator_list if not _harmless(d)]
-        elif isinstance(inner, ast.AnnAssign):
-            inner.annotation = ast.Constant(0)
-    bare.body = [
-        ast.Expr(n.value) if isinstance(n, ast.Assign | ast.AnnAssign) and n.value else n
-        for n in bare.body
-    ]
-    pending = [symtable.symtable(ast.unparse(ast.fix_missing_locations(bare)), "", "exec")]
-    found = set[str]()
-    while pending:
-        table = pending.pop()
-        top = table.get_type() == "module"
-        found |= {
-            s.get_name()
-            for s in table.get_symbols()
-            if s.is_referenced() and (top or s.is_global()) and not (top and s.is_assigned())
-        }
-        pending += table.get_children()
-    return found
-
-
-def _harmless(decorator: ast.expr) -> bool:
-    """Whether it changes how a function runs, and not what it computes; a spec leaves it out."""
-    call = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return ast.unparse(call) in (
-        "torch.compile", "torch.jit.script", "torch.no_grad", "torch.inference_mode",
-        "torch.compiler.disable", "staticmethod",
-    )  # fmt: skip
 
 
 def _returned(node: ast.FunctionDef) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from coda_agent.agent.execution import confinement
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.draft import Example
-from coda_agent.specs.source import extracted, reached
+from coda_agent.specs.names import reached
+from coda_agent.specs.source import extracted
 
 MODULE = """\
 import pathlib
