@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from coda_agent.agent.judge.records import Level, Verdict, rank
+from coda_agent.agent.judge.records import Level, rank
+from coda_agent.agent.judge.verdict import Verdict
 from coda_agent.agent.judgement import Gate, Judgement, Machine
 from coda_agent.agent.plain import plain, utc_now
 

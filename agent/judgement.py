@@ -13,7 +13,6 @@ from coda_agent.agent.judge.records import (
     VERSIONS,
     CompileReport,
     Failure,
-    GateResult,
     Level,
     NumericsReport,
     PerformanceReport,
@@ -21,9 +20,9 @@ from coda_agent.agent.judge.records import (
     Record,
     RefusedTile,
     Sizes,
-    Verdict,
     WorstError,
 )
+from coda_agent.agent.judge.verdict import GateResult, Verdict
 
 DIGESTS = ("spec", "candidate")
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]

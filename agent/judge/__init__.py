@@ -28,7 +28,6 @@ from coda_agent.agent.judge.records import (
     VERSIONS,
     CompileReport,
     Finding,
-    GateResult,
     JsonObject,
     Key,
     Level,
@@ -39,8 +38,8 @@ from coda_agent.agent.judge.records import (
     Survey,
     Tool,
     Tuned,
-    Verdict,
 )
+from coda_agent.agent.judge.verdict import GateResult, Verdict
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 

@@ -18,14 +18,8 @@ from coda_agent.agent.accept import accept, raise_or_revoke, store_tuned
 from coda_agent.agent.cli.report import told
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import sha
-from coda_agent.agent.judge.records import (
-    VERSIONS,
-    Finding,
-    GateResult,
-    NumericsReport,
-    Verdict,
-    WorstError,
-)
+from coda_agent.agent.judge.records import VERSIONS, Finding, NumericsReport, WorstError
+from coda_agent.agent.judge.verdict import GateResult, Verdict
 from coda_agent.agent.publish import FILES, check_place, remark
 from coda_agent.agent.workspace import GitError, Workspace
 from coda_agent.primitives.errors import SpecError, WorkspaceError

@@ -30,14 +30,13 @@ from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
     VERSIONS,
     Finding,
-    GateResult,
     PerformanceReport,
     Rates,
     Ratio,
     Timed,
     Timing,
-    Verdict,
 )
+from coda_agent.agent.judge.verdict import GateResult, Verdict
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS

@@ -18,7 +18,6 @@ from coda_agent.agent.judge.records import (
     CompiledKernel,
     CompileReport,
     Finding,
-    GateResult,
     NumericsReport,
     PerformanceReport,
     Rates,
@@ -26,9 +25,9 @@ from coda_agent.agent.judge.records import (
     RefusedTile,
     Timed,
     Timing,
-    Verdict,
     WorstError,
 )
+from coda_agent.agent.judge.verdict import GateResult, Verdict
 from coda_agent.agent.judgement import Compiled, Judgement, Machine
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
