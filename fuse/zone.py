@@ -236,7 +236,9 @@ class Zone:
             return 0
         if value.numel() == self.rows:
             return 1
-        width = next((n for n in reversed(value.shape) if n != 1), 1)
+        width = value.shape[-1]
+        if width == 1 and node.target in SAME:  # a view may have dims of one behind the columns
+            width = next((n for n in reversed(value.shape) if n != 1), 1)
         known = width in {self.columns, *self.picked}
         return width if known and value.numel() == self.rows * width else 0
 
@@ -266,6 +268,10 @@ class Zone:
         shape = node.meta["val"].shape
         return is_pointwise(node) and all(self._aligns(x, shape) for x in node.all_input_nodes)
 
+    def _has_columns_last(self, node: fx.Node) -> bool:
+        """Whether a node's value has several columns, and they are its last dim."""
+        return 1 < self.kind(node) == _first(node).shape[-1]
+
     def _is_along_row(self, node: fx.Node) -> bool:
         """Whether a reduction takes the columns of each row, or a gathering picks among them."""
         x: Any
@@ -273,7 +279,7 @@ class Zone:
         x, dims, index = (*node.args, None, None)[:3]
         if node.target is aten.topk.default:
             dims = -1 if index is None else index
-        if self.kind(x) < 2 or dims is None:
+        if not self._has_columns_last(x) or dims is None:
             return False
         ndim = x.meta["val"].ndim
         if [d % ndim for d in (dims if isinstance(dims, list) else [dims])] != [ndim - 1]:
@@ -318,7 +324,8 @@ class Zone:
             x: Any
             dims: Any
             x, dims = node.args[:2]
-            return self.is_wide(x) and [*dims] == [*range(x.meta["val"].ndim - 1)]
+            rows = [*range(x.meta["val"].ndim - 1)]
+            return self.is_wide(x) and self._has_columns_last(x) and [*dims] == rows
         if node.target is not aten.mm.default:
             return False
         one, other = node.args

@@ -75,6 +75,22 @@ def test_other_elements_than_one_of_each_row_are_indexed() -> None:
     assert "index reads it whole" in check(loss, fuse(loss))
 
 
+BEHIND = {
+    "sums of one": lambda z: z[..., None].sum(-1).logsumexp(-1).mean(),
+    "sums of rows and columns": lambda z: (z[..., None].sum((0, 1, 2)) + z.logsumexp(-1)).mean(),
+    "the largest of one": lambda z: (z[..., None].amax(-1).exp().sum(-1).log()).mean(),
+    "numbers of columns": lambda z: (
+        (z[..., None] * torch.arange(WORDS)[:, None]).squeeze(-1).softmax(-1).amax(-1).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BEHIND)
+def test_a_dim_of_one_behind_the_columns_is_none_of_them(what: str) -> None:
+    loss = lambda h, w: BEHIND[what](logits(h, w))
+    check(loss, fuse(loss))
+
+
 def test_a_sum_by_letters_is_a_product_of_a_kernel() -> None:
     function = lambda x, w, b: F.gelu(torch.einsum("...d,fd->...f", x, w) + b)
     args = [drawn(2, 24, 32), drawn(64, 32), drawn(64)]
