@@ -24,6 +24,8 @@ SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
 REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
             aten.logsumexp.default, aten.argmax.default)  # fmt: skip
 SCATTERED = (aten.scatter_add.default, aten.scatter.src)
+_COMPARED = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor,
+             aten.lt.Tensor)  # fmt: skip
 SCALED = "float16 holds the gradients of a scaled loss alone"
 """Why the product of a loss in float16 is made again."""
 _PICKING = (aten.gather.default, aten.topk.default)
@@ -142,6 +144,20 @@ class Zone:
             raise Whole("a gradient needs a value of all rows")
         if self.late is None:
             self._find_tangent()
+        if self.again:
+            self._check_comparisons()
+
+    def _check_comparisons(self) -> None:
+        """Check that nothing that is made again is compared with what the forward pass kept of it:
+        rounded otherwise, the largest of a row may be none of its elements."""
+        made = {self.product}
+        for node in self.product.graph.nodes:
+            if not made.isdisjoint(node.all_input_nodes):
+                made.add(node)
+        for node in self.nodes:
+            if node.target in _COMPARED and made.issuperset(node.all_input_nodes):
+                if len({*map(self.kind, node.all_input_nodes)}) > 1:
+                    raise Whole(f"{node.name} compares it with what was made of it before")
 
     def is_own(self, node: fx.Node) -> bool:
         """Whether a node is of the zone's pass, and not made in it again."""
