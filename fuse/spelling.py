@@ -88,7 +88,8 @@ def spell_views(graph: fx.Graph) -> None:
     """Spell as a view what is taken of a dim of one element or put there, and where it is moved."""
     for node in [n for n in graph.nodes if n.target in _ONES]:
         whole, (*_, x, dim, _) = node.args[0], node.args
-        if is_one(whole, dim) and whole.meta["val"].dtype == x.meta["val"].dtype:
+        alike = whole.meta["val"].dtype == x.meta["val"].dtype
+        if is_one(whole, dim) and alike and (x is whole or x.meta["val"].is_contiguous()):
             with graph.inserting_before(node):
                 view = graph.call_function(_ONES[node.target], (x, dim))
             view.meta = dict(node.meta)
@@ -97,6 +98,8 @@ def spell_views(graph: fx.Graph) -> None:
         x, order = node.args
         ones = [d for d in order if is_one(x, d)]
         places = [d for d in order if d not in ones]
+        if not x.meta["val"].is_contiguous():  # what follows was traced with other strides
+            continue
         if ones and places == sorted(places) and all(u.op != "output" for u in node.users):
             with graph.inserting_before(node):
                 view = make(graph, aten.squeeze.dims, x, ones, like=node)

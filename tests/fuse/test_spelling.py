@@ -109,3 +109,10 @@ def test_columns_that_change_are_gathered(columns: int) -> None:
         args = [drawn(24, WIDTH).requires_grad_(), drawn(n, WIDTH).requires_grad_()]
         found = torch.autograd.grad(compiled(*args), args)
         torch.testing.assert_close(found, torch.autograd.grad(loss(*args), args), atol=1e-3, rtol=0)
+
+
+def test_strides_that_later_views_need_stay() -> None:
+    turned = lambda x: x.transpose(-1, -2).unsqueeze(1).permute(1, 0, 2, 3)
+    function = lambda x, w: (turned(F.linear(x, w)) * 0.7).transpose(-1, -2).reshape(-1, 64)
+    args = [drawn(1, 24, 32), drawn(64, 32)]
+    compared(function, args)
