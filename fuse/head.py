@@ -32,6 +32,7 @@ from coda_agent.fuse.nodes import (
     copied,
     make,
     numel,
+    padded,
 )
 from coda_agent.fuse.zone import (
     REDUCED,
@@ -41,14 +42,13 @@ from coda_agent.fuse.zone import (
     Whole,
     Zone,
     is_tangent,
-    padded,
     zones_of,
 )
 
 aten = torch.ops.aten
 LOGITS = 1 << 30
 """Bytes of logits that are held at a time. Each time the weight's gradient is read and written."""
-_SCALED = 4
+_FLOAT16 = 4
 """Times as many bytes before a loss in float16 has them so: of 2 GiB on an H200 it took 1.21 times
 as long as whole, in the same memory, since PyTorch writes gradients over logits."""
 _TILE = 128
@@ -74,7 +74,7 @@ def hold_some_rows(graph: fx.Graph) -> list[str]:
                 notes.append(f"{product.name} is computed whole: {why}")
             continue
         more = sum(n.target in PLAIN for zone in zones if zone.again for n in zone.nodes)
-        if more and reason == SCALED and bytes_of([product]) < _SCALED * LOGITS:
+        if more and reason == SCALED and bytes_of([product]) < _FLOAT16 * LOGITS:
             notes.append(f"{product.name} is computed whole: {reason}, and that takes less time")
             continue
         steps = [_Rows(zone).replace() for zone in zones]

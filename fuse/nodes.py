@@ -128,9 +128,20 @@ def copied(
     return copy
 
 
-def root(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
-    while node.target in VIEWS:
+def padded(node: fx.Node, shape: Sequence[Any]) -> tuple[int, ...]:
+    """A value's shape with as many dims as another's."""
+    own = node.meta["val"].shape
+    return (*[1] * (len(shape) - len(own)), *own)
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """Whether a node's value is made of zeros."""
+    return node.target is aten.full.default and bool(node.args[1] == 0)
+
+
+def root(node: fx.Node, *others: Any) -> fx.Node:
+    """What a node is a view of, or what other calls make it of, too."""
+    while node.target in (*VIEWS, *others):
         node = node.all_input_nodes[0]
     return node
 

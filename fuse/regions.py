@@ -33,6 +33,7 @@ from coda_agent.fuse.nodes import (
     VIEWS,
     alike,
     operands,
+    shape_of,
 )
 from coda_agent.fuse.reads import read_along
 from coda_agent.fuse.stores import compute_again, stored_of
@@ -259,8 +260,8 @@ class _Place(str):
 def _counts(node: fx.Node) -> bool:
     """Whether a node's values, and not its shape alone, go by a size that is a symbol."""
     if node.target in _BY_COUNT:
-        meta = node.all_input_nodes[0].meta
-        return any(not isinstance(x, int) for x in meta.get(SYMBOLIC, meta["val"]).shape[:-1])
+        rows = shape_of(node.all_input_nodes[0])[:-1]
+        return any(not isinstance(x, int) for x in rows)
     sizes = [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), torch.Tensor)]
     return bool(sizes) and node.target not in _SIZED
 

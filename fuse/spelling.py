@@ -25,13 +25,15 @@ from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.fuse.nodes import (
     CASTS,
     SHORT,
-    VIEWS,
     call_of,
     constant,
     is_fixed,
     is_one,
+    is_zeros,
     make,
     numel,
+    padded,
+    root,
     shape_of,
 )
 
@@ -142,9 +144,9 @@ def spell_indices(graph: fx.Graph) -> None:
         if rest and (rest[1:] != [True] or rest[0].meta["val"].shape != columns.meta["val"].shape):
             continue
         with graph.inserting_before(node):
-            zero = make(graph, aten.lt.Scalar, columns, 0, like=node)  # it counts from the end
+            behind = make(graph, aten.lt.Scalar, columns, 0, like=node)  # it counts from the end
             turned = make(graph, aten.add.Tensor, columns, x.meta["val"].shape[-1], like=node)
-            place = make(graph, aten.where.self, zero, turned, columns, like=node)
+            place = make(graph, aten.where.self, behind, turned, columns, like=node)
             at = make(graph, aten.unsqueeze.default, place, -1, like=node)
             if rest:
                 source = make(graph, aten.unsqueeze.default, rest[0], -1, like=node)
@@ -163,8 +165,7 @@ def _columns(shape: torch.Size, indices: Any) -> fx.Node | None:
     if columns.meta["val"].shape != shape[:-1] or columns.meta["val"].dtype != torch.int64:
         return None
     for dim, count in enumerate(counts):
-        own = [*count.meta["val"].shape]
-        own = [1] * (len(counts) - len(own)) + own
+        own = padded(count, counts)
         if not _is_counted(_source(count)) or numel(_source(count)) != shape[dim]:
             return None
         if [i for i, n in enumerate(own) if n != 1] != [dim] * (shape[dim] != 1):
@@ -187,7 +188,7 @@ def spell_scatter(graph: fx.Graph) -> None:
         zeros, dim, index, source = node.args[:4]
         value = node.meta["val"]
         last = isinstance(zeros, fx.Node) and dim % max(value.ndim, 1) == value.ndim - 1
-        if not last or zeros.target is not aten.full.default or zeros.args[1] != 0:
+        if not last or not is_zeros(zeros):
             continue
         shape = [*shape_of(node)[:-1], 1]
         if not is_fixed(node, -1) or any(
@@ -220,9 +221,7 @@ def compare_floats(graph: fx.Graph) -> None:
 
 def _source(x: fx.Node) -> fx.Node:
     """What a value is views of, in which its elements may stand more than once."""
-    while x.target in (*VIEWS, aten.expand.default):
-        x = x.all_input_nodes[0]
-    return x
+    return root(x, aten.expand.default)
 
 
 def _float(graph: fx.Graph, x: fx.Node) -> fx.Node:
@@ -249,8 +248,8 @@ def join_logsumexp(graph: fx.Graph) -> None:
             continue
         users = [*log.users]
         if chosen is not None:
-            if any(u.target is not aten.add.Tensor or _squeezed(u.args[1]) is not chosen
-                   for u in users):  # fmt: skip
+            shifts = [root(u.all_input_nodes[-1], *_SQUEEZES) for u in users]
+            if {u.target for u in users} - {aten.add.Tensor} or {*shifts} - {chosen}:
                 continue
         elif len(total.args) < 3 or any(u.args != (difference, log) for u in users):
             continue
@@ -285,10 +284,3 @@ def spell_logsumexp(graph: fx.Graph) -> None:
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
     graph.eliminate_dead_code()
-
-
-def _squeezed(node: Any) -> Any:
-    """What a value is without its dims of one."""
-    while isinstance(node, fx.Node) and node.target in (*VIEWS, *_SQUEEZES):
-        node = node.args[0]
-    return node

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.calls import ancestors
-from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_pointwise, number
+from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_pointwise, is_zeros, number, padded
 
 aten = torch.ops.aten
 SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
@@ -69,11 +69,16 @@ def zones_of(product: fx.Node) -> tuple[list[Zone], str]:
 
 def _late(graph: fx.Graph) -> set[fx.Node]:
     """What depends on the gradients of a graph's results."""
-    late = set[fx.Node]()
+    return _made_of(graph, filter(is_tangent, graph.nodes))
+
+
+def _made_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that is made of them."""
+    made = set(nodes)
     for node in graph.nodes:
-        if is_tangent(node) or not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
-    return late
+        if not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+    return made
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -150,10 +155,7 @@ class Zone:
     def _check_comparisons(self) -> None:
         """Check that nothing that is made again is compared with what the forward pass kept of it:
         rounded otherwise, the largest of a row may be none of its elements."""
-        made = {self.product}
-        for node in self.product.graph.nodes:
-            if not made.isdisjoint(node.all_input_nodes):
-                made.add(node)
+        made = _made_of(self.product.graph, [self.product])
         for node in self.nodes:
             if node.target in _COMPARED and made.issuperset(node.all_input_nodes):
                 if len({*map(self.kind, node.all_input_nodes)}) > 1:
@@ -219,7 +221,7 @@ class Zone:
         if node.target is torch.ops.prims.fma.default:
             return sum(scaled[:2]) == 1 and scaled[2]
         if node.target in SCATTERED:
-            return _is_zeros(node.all_input_nodes[0])
+            return is_zeros(node.all_input_nodes[0])
         if node.target is aten.div.Tensor:
             return node.args[0] in self.scaled and node.args[1] not in self.scaled
         if node.target in (aten.add.Tensor, aten.sub.Tensor):
@@ -308,7 +310,7 @@ class Zone:
         zeros, dim, index, source = args[:4]
         shape = node.meta["val"].shape
         return (
-            _is_zeros(zeros)
+            is_zeros(zeros)
             and dim % len(shape) == len(shape) - 1
             and index.meta["val"].shape == source.meta["val"].shape
             and self.kind(source) > 0
@@ -354,13 +356,3 @@ def _first(node: fx.Node) -> Any:
     """A node's value, or the first of several."""
     value = node.meta.get("val")
     return value[0] if node.target is aten.topk.default else value  # pyright: ignore
-
-
-def _is_zeros(node: fx.Node) -> bool:
-    return node.target is aten.full.default and bool(node.args[1] == 0)
-
-
-def padded(node: fx.Node, shape: Sequence[int]) -> tuple[int, ...]:
-    """A value's shape with as many dims as another's."""
-    own = node.meta["val"].shape
-    return (*[1] * (len(shape) - len(own)), *own)
