@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.judge.disturbance import errors
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import interpreted, replayed
-from coda_agent.agent.judge.ties import constants, is_short, rounded_number
+from coda_agent.agent.judge.ties import (
+    MARK,
+    bare,
+    called,
+    constants,
+    is_short,
+    rounded_number,
+)
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
 
@@ -47,8 +54,7 @@ _COMPARISONS = (
 _STEPS = ("floor", "ceil", "round", "trunc", "fix", "sign", "sgn", "frexp")
 # PyTorch gives these without error where that is a float32: powers of two and their exponents.
 _POWERS = "exp2", "log2"
-_INEXACT = ("divide", "mean", "var", "std", "norm")
-_MARK = 1 + 2.0**-45  # tells a number that float32 happens to hold from one that is exact
+_INEXACT = ("divide", "mean", "var", "std", "norm", "hardswish", "hardsigmoid", "addcdiv")
 _FAR = 300  # an exponent that no number has
 _MOST = 8  # jumps of a reference that are looked at
 # Shares: of an element, the least that a jump is; of a jump, the most that a program is off it.
@@ -142,7 +148,7 @@ def sides(
 
     def noted(function: Any, args: tuple[Any, ...], result: Any) -> Any:
         if _jumps(function, args):
-            jumps.append(Jump(_name(function), args, _apart(result)))
+            jumps.append(Jump(called(function), args, _apart(result)))
         return result
 
     about = {"binding": binding, "exact": True}
@@ -157,8 +163,9 @@ def sides(
             if _jumps(function, args) and len(seen) < len(jumps):
                 seen.append(args)
                 return held(len(seen) - 1, result)
-            marked = _floating(result) and _inexact(_name(function))
-            return result * _MARK if marked else result
+            if _floating(result) and _inexact(called(function)):
+                result = result * (1.0 + MARK)
+            return bare(function, args, result)
 
         return run_reference(spec, inputs, **about, touch=touch), seen
 
@@ -213,11 +220,6 @@ def _in_float32(program: Program) -> Program:
     return dataclasses.replace(program, graph=Graph(nodes, program.graph.outputs))
 
 
-def _name(function: Any) -> str:
-    name = getattr(function, "__name__", "")
-    return name[2:-2] if name.startswith("__") else name
-
-
 def _jumps(function: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call is a jump of real numbers, and makes a tensor of its own; a rounding to
     decimals multiplies by a power of ten inside."""
@@ -225,7 +227,7 @@ def _jumps(function: Any, args: tuple[Any, ...]) -> bool:
 
     if any(isinstance(x, torch.Tensor) and x.is_complex() for x in args):
         return False
-    name = _name(function)
+    name = called(function)
     return name in _COMPARISONS or (name in _STEPS and len(args) == 1)
 
 

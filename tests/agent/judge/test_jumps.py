@@ -66,6 +66,10 @@ def test_another_side_of_a_jump_is_refused(body: str, expression: str) -> None:
         ("torch.where(z - r >= 0.1, r, -r)", "where(greater_equal(acc, r + 0.1), r, -r)"),
         ("torch.floor(z * 3) / 3 * r", "floor(acc * 3.0) * 0.3333333333333333 * r"),
         ("torch.floor(z.abs().sqrt()) * r", "floor(absolute(acc) * rsqrt(absolute(acc) + 1e-300)) * r"),
+        ("z.cos().masked_fill(z > 0, 0.5) * r", "where(greater(acc, 0.0), 0.5, cos(wrapped(acc))) * r"),
+        ("torch.ceil((z + 0.5) - 0.5) * r", "-floor(-acc) * r"),
+        ("torch.ceil(0.5 - (0.5 - z)) * r", "-floor(-acc) * r"),
+        ("(F.hardswish(3 * z.abs()) % 1.5).trunc() * r", "floor(fmod(hard_swish(3.0 * absolute(acc)), 1.5)) * r"),
     ],
 )  # fmt: skip
 def test_the_same_side_written_otherwise_passes(body: str, expression: str) -> None:

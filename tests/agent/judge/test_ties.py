@@ -29,6 +29,7 @@ def test_what_rounds_or_compares_otherwise_is_refused(body: str, expression: str
         ("torch.where(z > 0, r, -r)", "where(greater_equal(0.0, acc), -r, r)"),
         ("F.relu(z) * r", "maximum(acc, 0.0) * r"),
         ("F.relu6(z) * r", "minimum(maximum(acc, 0.0), 6.0) * r"),
+        ("torch.log(1 + torch.exp(z)).sign() * r", "greater(softplus(acc), 0.0) * r"),
     ],
 )
 def test_the_same_jump_written_otherwise_passes(body: str, expression: str) -> None:
