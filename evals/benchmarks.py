@@ -18,6 +18,7 @@ SUITES: Mapping[str, str] = {
     "fuse": "functions.suite",
     "gradients": "gradients.suite",
     "host": "host.suite",
+    "models": "serving.suite",
     "numerics": "numerics.suite",
 }
 """Where the function is that makes each for a workspace: the module of this room, and its name."""

@@ -7,7 +7,7 @@ timed with those that read it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.calls import ancestors
+from coda_agent.agent.authors.composer.join import Composition
+from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.fuse.kernels import called
 from coda_agent.fuse.nodes import VIEWS, alike, entered, evaluate, is_cheap
 from coda_agent.fuse.regions import Cut, Region, extracted
@@ -34,14 +36,34 @@ class Around:
         part: Both as a graph by itself.
         region: It.
         places: Where the graph's nodes are in `part`.
+        once: Names of the region's ports that are packed before the graph is called.
     """
 
     part: fx.Graph
     region: Region
     places: dict[fx.Node, fx.Node]
+    once: tuple[str, ...] = ()
 
-    def by_kernel(self, text: str) -> Callable[..., list[Any]]:
-        """Make the function that `part` is, with the region's values by its kernel."""
+    def packed(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Make what `once` names of what `part` takes."""
+        known = self.region.composition
+        ports = [port for port in _ports(known) if port.name in self.once]
+        wanted = ancestors(self.places[node] for port in ports for node in port.nodes)
+        values = entered(self.part, inputs)
+        evaluate([node for node in self.part.nodes if node in wanted], values)
+        at = lambda port: port.canonical(*(values[self.places[n]] for n in port.nodes))
+        return {port.name: at(port) for port in ports}
+
+    def by_kernel(
+        self, text: str, ready: Mapping[str, torch.Tensor] | None = None
+    ) -> Callable[..., list[Any]]:
+        """Make the function that `part` is, with the region's values by its kernel.
+
+        Args:
+            text: It.
+            ready: What it takes by some ports, else made of what the function takes.
+        """
+        held = ready or {}
         inside = {self.places[node] for node in self.region.nodes}
         later = set(inside)  # what needs the kernel
         for node in self.part.nodes:
@@ -55,7 +77,11 @@ class Around:
         def call(*inputs: Any) -> list[Any]:
             values = entered(self.part, inputs)
             evaluate(before, values)
-            at = lambda port: port.canonical(*(values[self.places[n]] for n in port.nodes))
+            at = lambda port: (
+                held[port.name]
+                if port.name in held
+                else port.canonical(*(values[self.places[n]] for n in port.nodes))
+            )
             results = called(known, text, at)
             values.update((self.places[n], x) for n, x in results.items() if n is not None)
             evaluate(behind, values)
@@ -69,8 +95,12 @@ def alone(region: Region) -> Around:
     return Around(region.part, region, {node: copy for copy, node in region.originals.items()})
 
 
-def around(known: Cut, region: Region) -> Around:
-    """Find what reads a region's results pointwise, or sums them, and no product is."""
+def around(known: Cut, region: Region, constants: Collection[fx.Node] = ()) -> Around:
+    """Find what reads a region's results pointwise, or sums them, and no product is.
+
+    `constants` are the graph's nodes that are the same at each call: weights that are frozen, and
+    what is made of them.
+    """
     others = Cut(known.graph, [other for other in known.regions if other is not region])
     taken = {node for other in others.regions for node in other.nodes}
     first = min(region.nodes)
@@ -84,7 +114,12 @@ def around(known: Cut, region: Region) -> Around:
                 pending += node.users
     outputs = {n for n in found if any(u not in found for u in n.users)}
     part, originals = extracted(others, found, outputs)
-    return Around(part, region, {node: copy for copy, node in originals.items()})
+    once = (p.name for p in _ports(region.composition) if p.packed and {*p.nodes} <= {*constants})
+    return Around(part, region, {node: copy for copy, node in originals.items()}, tuple(once))
+
+
+def _ports(known: Composition) -> list[Port]:
+    return [known.a, known.b, *known.operands.values()]
 
 
 def _is_fused(node: fx.Node) -> bool:

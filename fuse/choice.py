@@ -31,7 +31,7 @@ _SAME = 1e-2
 
 
 def timed(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str:
-    """Time a kernel, with the packing that it needs, on numbers drawn at random.
+    """Time a kernel, with the packing that it needs at each call, on numbers drawn at random.
 
     Args:
         place: What it computes, and what reads it.
@@ -56,7 +56,8 @@ def untimed(place: Around, kernel: Kernel, device: torch.device) -> bool:
 
 
 def _path(place: Around, kernel: Kernel, device: torch.device) -> Path:
-    return path_of("times", described(place.part), kernel.text, torch.cuda.get_device_name(device))
+    card = torch.cuda.get_device_name(device)
+    return path_of("times", described(place.part), kernel.text, card, *place.once)
 
 
 def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str]:
@@ -72,8 +73,9 @@ def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str
 
         return Inductor(function)
 
-    own, ours = compiled(fx.GraphModule({}, place.part)), compiled(place.by_kernel(text))
+    own = compiled(fx.GraphModule({}, place.part))
     with torch.no_grad():
+        ours = compiled(place.by_kernel(text, place.packed(given)))
         for call in (own, ours):  # it is compiled at its first call
             call(*inputs)
         ways = {"torch.compile": lambda: own(*inputs), "the kernel": lambda: ours(*inputs)}

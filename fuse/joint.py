@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
@@ -31,6 +32,7 @@ from coda_agent.fuse.rules import prepare
 from coda_agent.fuse.show import Shown, shown
 from coda_agent.fuse.spelling import spell_logsumexp
 from coda_agent.fuse.verify import known_fault
+from coda_agent.fuse.zone import is_tangent
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import fingerprint
 from coda_agent.runtime.function import supported
@@ -94,7 +96,7 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
         notes = prepare(graph, fp8=fp8)
         known, kernels = chosen(graph)
         timing = device.type == "cuda"
-        placed = partial(around, known) if timing else alone
+        placed = partial(around, known, constants=_constants(graph)) if timing else alone
         places = {region: placed(region) for region in known.regions}
         if timing:
             new = {_key(x, kernels[r]): (x, kernels[r]) for r, x in places.items()}
@@ -111,6 +113,19 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
     replace_regions(known, {region: kernels[region].text for region in known.regions})
     spell_logsumexp(graph)
     share(graph)
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """Find weights that Inductor freezes, and what it makes of them before the first call."""
+    context, inputs = TracingContext.try_get(), graph.find_nodes(op="placeholder")
+    if not config.freezing or context is None or any(map(is_tangent, inputs)):
+        return set()
+    weights = context.params_flat or ()
+    found = set(inputs[: len(weights)])
+    for node in graph.nodes:
+        if node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _judged(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str:
@@ -130,7 +145,7 @@ def _judged(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str
 
 
 def _key(place: Around, kernel: Kernel) -> tuple[str, str]:
-    return described(place.part), kernel.text
+    return " ".join((described(place.part), *place.once)), kernel.text
 
 
 _JUDGED: dict[tuple[str, str], Kernel | str] = {}

@@ -47,7 +47,8 @@ class Inductor:
         # Nothing of a graph that is being compiled around this, nor the pass that asks for it.
         with alone(), torch.no_grad(), tracing(None), config.patch(_ALONE):
             given: list[Any] = [t.detach() for t in tensors]
-            traced = make_fx(self._function, tracing_mode="fake")(*given)
+            trace = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)
+            traced = trace(*given)  # what was packed before is no input
             return compile_fx(traced, given)
 
 

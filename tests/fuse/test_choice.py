@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor import compile_fx
+from torch._inductor import compile_fx, config
 
 from coda_agent.agent.judge import timing, tuner
 from coda_agent.agent.judge.samples import Samples
@@ -19,6 +19,8 @@ from coda_agent.fuse.record import recorded
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import program_operator
 from tests.fuse.test_regions import D, H, drawn
+
+CAT = torch.ops.aten.cat.default
 
 
 @pytest.fixture
@@ -54,6 +56,57 @@ def test_whether_a_kernel_pays_is_timed_once_and_kept(
     us["torch.compile"] = 1.5
     assert lost(24) == "" and len(timed) == 1
     assert lost(40) == "gains nothing: in us torch.compile 1.5, the kernel 2.0"
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def test_frozen_weights_are_packed_before_a_kernel_is_timed(
+    monkeypatch: pytest.MonkeyPatch, a_gpu: None
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    given = lambda graph, tensors: graphs.append(graph) or graph
+    monkeypatch.setattr(compile_fx, "compile_fx", given)
+
+    def times(runs: Any) -> tuple[str, dict[str, float]]:
+        own, got = (run()[0] for run in runs.values())
+        assert torch.allclose(own, got, atol=3e-2, rtol=2e-2)
+        return "the kernel", dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr(choice, "fastest", times)
+    graph = recorded(gated, [drawn(24, H), drawn(D, H), drawn(D, H)]).graph
+    known, kernels = chosen(graph)
+    (region,) = known.regions
+    for constants, packs in (((), 1), (graph.find_nodes(op="placeholder")[1:], 0)):
+        place = around(known, region, constants)
+        choice.timed(place, kernels[region], torch.device("cpu"))
+        assert len(graphs[-1].graph.find_nodes(op="call_function", target=CAT)) == packs
+    assert len(graphs) == 4  # and kept apart
+
+
+def test_weights_that_inductor_freezes_are_the_same_at_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = (torch.nn.Parameter(drawn(D, H)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return gated(x, self.gate, self.up)
+
+    frozen: list[int] = []
+    cut = joint.chosen
+    given = lambda graph: frozen.append(len(joint._constants(graph))) or cut(graph)
+    monkeypatch.setattr(joint, "chosen", given)
+    model, x = Gated(), drawn(24, H)
+    for freezing, grad in ((False, False), (True, False), (True, True)):
+        torch._dynamo.reset()
+        with config.patch(freezing=freezing), torch.set_grad_enabled(grad):
+            got = torch.compile(model, backend=backend.coda)(x)
+        assert torch.allclose(got, model(x), atol=3e-2, rtol=2e-2)
+    assert frozen[0] == frozen[2] == 0 and frozen[1] >= 2
 
 
 def test_a_kernel_is_timed_with_what_reads_its_results() -> None:
