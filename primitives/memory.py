@@ -4,14 +4,15 @@ alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-# Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between
-# kernels, and kernels of one stream may share them.
-_FLAGS: dict[tuple[int, int], torch.Tensor] = {}
+# Flags by device, stream and how many. The last CTA of a tile clears its flag, so they are zero
+# between kernels, and kernels of one stream may share them.
+_FLAGS: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -42,18 +43,35 @@ def parts_meet(
     down = -(-rows // (tile[0] * cluster[0])) * cluster[0]
     across = -(-columns // (tile[1] * cluster[1])) * cluster[1]
     tiles, area = down * across, tile[0] * tile[1]
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    flags = _FLAGS.get(key)
     if torch.cuda.is_current_stream_capturing():
         # A graph may run beside this stream, so it has its own, and clears them each time.
         flags = torch.zeros(tiles, dtype=torch.int32, device=device)
-    elif flags is None or flags.numel() < tiles:
-        flags = _FLAGS[key] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=device)
+    else:
+        flags = _flags(max(1024, 1 << (tiles - 1).bit_length()), device)
     sums = torch.empty(tiles * area, dtype=torch.float32, device=device)
     return (
         flags.as_strided((down, across, 1), (across, 1, tiles)),
         sums.as_strided((area, down, across, 1), (1, across * area, area, tiles * area)),
     )
+
+
+def _flags(count: int, device: torch.device) -> torch.Tensor:
+    """Flags of the current stream. They stay, so another thread allocates them: what this one does
+    when torch.compile first runs what it will capture comes of the graph's own memory, of which it
+    knows each piece that stays, or raises."""
+    import torch
+
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index), count
+    if key not in _FLAGS:
+
+        def zeros() -> torch.Tensor:
+            flags = torch.zeros(count, dtype=torch.int32, device=device)
+            flags[0].item()  # which waits for the zeros
+            return flags
+
+        with ThreadPoolExecutor(1) as thread:
+            _FLAGS[key] = thread.submit(zeros).result()
+    return _FLAGS[key]
 
 
 def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:

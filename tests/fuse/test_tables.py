@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coda_agent.fuse import head
 from tests.fuse.test_regions import D, drawn
 from tests.fuse.test_rotation import by_chunks
 from tests.fuse.test_rules import both, calls
@@ -40,6 +41,19 @@ def test_cosines_of_a_rotation_are_computed_once(angles: Any) -> None:
     assert sum("is a table" in note for note in shown.notes) == 2
     assert sum(HELD in line for line in shown.graph) == 2
     assert calls(shown, "cos") == calls(shown, "sin") == 1
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_what_rows_of_a_whole_loss_have_is_computed_once(
+    some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then its gradients are few enough calls that Inductor writes them over the logits."""
+    y = torch.randint(512, (256,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(head, "LOGITS", (1 << 17) if some else (1 << 30))
+    shown = both(lambda x, w: F.cross_entropy(F.linear(x, w), y), [drawn(256, D), drawn(512, D)])
+    held = [line for line in shown.graph if HELD in line]
+    assert len(held) == (0 if some else 2)
+    assert all("# [256, 1]" in line for line in held)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ import torch
 
 from coda_agent.evals.float8 import e4m3, quantised, scaled_product
 from coda_agent.fuse import fuse
+from coda_agent.primitives import Tile, epilogue
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.program_operator import kernel_operator, program_text, with_tiles
 
 pytestmark = pytest.mark.gpu
 
@@ -28,3 +31,25 @@ def test_a_product_in_fp8_whose_result_is_fp8_is_timed_and_right() -> None:
         warnings.filterwarnings("error", message="coda-agent")
         found = fuse(function, dynamic=False)(a, rows).double()
     assert (found - exact).norm() < 1.05 * own
+
+
+@epilogue(O=Tile)
+def added(acc, r: Tile):
+    return {"O": acc + r}
+
+
+def test_parts_of_k_meet_in_graphs_of_cuda() -> None:
+    """Flags by which parts of K meet stay between calls, and are no part of a graph's memory."""
+    torch.manual_seed(0)
+    shape = 32, 256, 8192
+    text = program_text(added, {"O": "bfloat16"}, "bfloat16", "")
+    text = with_tiles(text, shape, TileConfig(128, 128, split_k=4))
+    x, w, r = (torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+               for size in ((32, 8192), (256, 8192), (32, 256)))  # fmt: skip
+    kernel = kernel_operator()
+    called = torch.compile(lambda x: kernel(x, w, [r], program=text)[0] * 2, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            x.normal_()
+            exact = 2 * (x.double() @ w.double().T + r.double())
+            assert (called(x).double() - exact).norm() < 5e-3 * exact.norm()

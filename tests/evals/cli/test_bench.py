@@ -33,7 +33,7 @@ def bench(*args: str, code: int = 0) -> Any:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--suite", "models"], "no suite 'models', expected one of kernels, paper, shapes"),
+        (["--suite", "none"], "no suite 'none', expected one of kernels, paper, shapes"),
         (["--case", "gemm_swish"], "no case 'gemm_swish', expected gemm_bias_act 4096"),
         (["--contender", "mine"], "no contender 'mine', expected ours, gemm, compile"),
         (["--regime", "cold"], "no regime 'cold', expected "),
