@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -14,7 +15,7 @@ from coda_agent.evals.cells import FOLDER, Cell, card, read
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.objects import write_whole
 
-PAGE = Path("docs", "results.md")
+PAGE, FAIR = Path("docs", "results.md"), "compile, mask folded"
 _BRIEF = ("independent", "shapes", "numerics")
 """Records of so many cells that the page has their means, and the slowest ones of shapes."""
 _SLOWEST = 12
@@ -58,7 +59,60 @@ def write(root: Path) -> Path:
             parts += [f"## {suite.name}", *_section(suite, cells)]
     path = root / PAGE
     write_whole(path, "\n\n".join(parts) + "\n")
+    if (root / "README.md").is_file():
+        write_models(root)
     return path
+
+
+def write_models(root: Path) -> Path:
+    """Write README's table of models, where it stands there, from the records.
+
+    Of each model that is compared at equal attention it has the records of the first card by name.
+    """
+    path, found = root / "README.md", dict[str, list[tuple[Cell, Cell]]]()
+    for suite in ("layers", "models"):
+        cells = [*read(root / FOLDER / f"{suite}.jsonl", Cell).values()]
+        known = {(c.case, c.machine): c for c in cells if c.contender == OURS}
+        fairs = (c for c in cells if c.contender == FAIR and c.ratio and _work(c.case))
+        for fair in sorted(fairs, key=lambda c: card(c.machine)):
+            rows = found.setdefault(_work(fair.case), [])
+            if not rows or rows[0][1].machine == fair.machine:
+                rows.append((known[fair.case, fair.machine], fair))
+
+    def kernels(work: str) -> str:
+        said = re.search(r"(\d+) kernels of the backend", found[work][0][0].note)
+        return said[1] if said else "–"
+
+    def share(ours: Cell, fair: Cell) -> float:  # graphs of CUDA hold what they take
+        return ours.peak_mib / fair.peak_mib if ours.peak_mib and fair.peak_mib else 0.0
+
+    def span(values: Iterable[float]) -> str:
+        shown = [f"{value:.2f}" for value in values]
+        ends = dict.fromkeys((min(shown), max(shown))) if shown else ["–"]
+        return " to ".join(ends)
+
+    table = markdown(tabulate(found, {
+        "model": str,
+        "kernels": kernels,
+        "speed": lambda x: span(fair.ratio or 0 for _, fair in found[x]),
+        "memory": lambda x: span(share(*pair) for pair in found[x] if share(*pair)),
+        "card": lambda x: card(found[x][0][1].machine).split()[1],
+    }))  # fmt: skip
+    begin, end = "<!-- of bench -->\n", "\n<!-- to here -->"
+    head, _, rest = path.read_text("utf-8").partition(begin)
+    if rest:
+        write_whole(path, head + begin + table + end + rest.partition(end)[2])
+    return path
+
+
+def _work(case: str) -> str:
+    """Say what a case computes with a model; "" of other cases."""
+    words = case.split()
+    if case == "train-1b of 4 sequences":
+        return "Llama-3.2-1B, training step"
+    if case.startswith("train ") and "layers of" in case:
+        return f"{words[1]} layers of {words[-1]} with the head, training step"
+    return f"2 layers of {words[0]}, {words[1]}" if words[1] in ("inference", "training") else ""
 
 
 def _section(suite: Suite, cells: Sequence[Cell]) -> list[str]:
