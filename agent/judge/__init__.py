@@ -387,7 +387,7 @@ class _Walk:
             missing = [f"performance of {', '.join(others)} at every shape and type: timed at one"]
         if "compile" in ran and not self.whole:
             newer = " and ".join(compile_gate.NEWER)
-            missing.append(f"that it compiles for {newer}: a whole trial shows it")
+            missing.append(f"that it compiles for {newer}: `coda-agent generate` shows it")
         return Verdict(
             passed=passed,
             level=level,

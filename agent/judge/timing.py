@@ -41,7 +41,7 @@ _LEAST_PRODUCTS, _MOST_PRODUCTS = 8, 40
 # ends a few microseconds sooner or later, and work hidden below this changes no verdict.
 TOLERANCE_US, TOLERANCE = 10.0, 0.05
 _GAP_US = 5.0  # the device may idle this long before each launch of a contender
-_LATE = "the clocks disagree: the host saw"
+_LATE, _WAITED = "the clocks disagree: the host saw", "the clocks disagree: the device waited;"
 # Where a busy host spoils rounds, up to so many times as many are run. With fewer, a search of 18
 # tiles had to be repeated after a pause every time; the host of that H200 was late in half of the
 # calls.
@@ -108,7 +108,7 @@ def interleave(
     for pause in _PAUSES_S:
         gpu.wait(pause)
         found = _interleaved(gpu, contenders, rounds, warmup, before, after, trace, idle)
-        if not any(s.fault.startswith(_LATE) for s in found.values()):
+        if not any(s.fault.startswith((_LATE, _WAITED)) for s in found.values()):
             break
     return found
 
@@ -392,7 +392,9 @@ def _compared(traced: Sequence[_Traced], clock: Clock) -> tuple[Clock, str]:
     more = {"busy_us": round(busy, 2), "traced_us": round(event, 2)}
     clock = clock.model_copy(update={**more, "launches": launches, "kernels": kernels})
     tolerance = _tolerance(event)
-    if busy - event > tolerance or event - busy > tolerance + _GAP_US * launches[-1]:
-        said = f"kernels ran for {busy:.1f} us and {event:.1f} us passed between the events"
+    said = f"kernels ran for {busy:.1f} us and {event:.1f} us passed between the events"
+    if busy - event > tolerance:
         return clock, f"the clocks disagree: {said}"
-    return clock, ""
+    # So a busy host does, too: one of 19 kernels could not be judged for 0.4 ms of it on an H100.
+    waited = event - busy > tolerance + _GAP_US * launches[-1]
+    return clock, f"{_WAITED} {said}" * waited
