@@ -107,4 +107,6 @@ def line(spec: Spec) -> str:
     def faces(names: Iterable[str]) -> str:
         return ", ".join(f"{x} {list(spec.symbolic_shape(x))}".replace("'", "") for x in names)
 
-    return f"{faces(spec.inputs)} -> {faces(spec.outputs)}"
+    columns, declared = spec.gemm_dims[1], spec.layout.columns if spec.layout else ()
+    several = f"; {columns} is {' + '.join(map(str, declared))}" if len(declared) > 1 else ""
+    return f"{faces(spec.inputs)} -> {faces(spec.outputs)}{several}"
