@@ -19,6 +19,8 @@ from coda_agent.fuse.nodes import CASTS, SHAPES, is_cheap, is_pointwise, make, n
 
 aten = torch.ops.aten
 _COSTLY = (aten.cos.default, aten.sin.default)
+WIDE = 1 << 24
+"""Elements of logits: of a router's there are fewer, and nothing is gained."""
 _IOTA = torch.ops.prims.iota.default
 _MANY = 8
 """How many times as many elements read a table as it has."""
@@ -40,7 +42,8 @@ def hold_tables(graph: fx.Graph) -> list[str]:
 def _rows(node: fx.Node) -> set[fx.Node]:
     """What each row has of what is computed with a row's label, compared with all columns. Of some
     rows at a time it has slices: held, Inductor computed all of these at once, of all logits."""
-    if not any(root(x, *SHAPES, *CASTS).target is _IOTA for x in node.all_input_nodes):
+    counted = any(root(x, *SHAPES, *CASTS).target is _IOTA for x in node.all_input_nodes)
+    if not counted or numel(node) < WIDE:
         return set()
     wide, found, size = [node], set[fx.Node](), numel(node)
     rows = size // node.meta["val"].shape[-1]

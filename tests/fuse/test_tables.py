@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.fuse import head
+from coda_agent.fuse import head, tables
 from tests.fuse.test_regions import D, drawn
 from tests.fuse.test_rotation import by_chunks
 from tests.fuse.test_rules import both, calls
@@ -43,16 +43,17 @@ def test_cosines_of_a_rotation_are_computed_once(angles: Any) -> None:
     assert calls(shown, "cos") == calls(shown, "sin") == 1
 
 
-@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize(("some", "wide"), [(False, True), (False, False), (True, True)])
 def test_what_rows_of_a_whole_loss_have_is_computed_once(
-    some: bool, monkeypatch: pytest.MonkeyPatch
+    some: bool, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then its gradients are few enough calls that Inductor writes them over the logits."""
+    monkeypatch.setattr(tables, "WIDE", 256 * 512 if wide else 256 * 512 + 1)
     y = torch.randint(512, (256,), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(head, "LOGITS", (1 << 17) if some else (1 << 30))
     shown = both(lambda x, w: F.cross_entropy(F.linear(x, w), y), [drawn(256, D), drawn(512, D)])
     held = [line for line in shown.graph if HELD in line]
-    assert len(held) == (0 if some else 2)
+    assert len(held) == (2 if wide and not some else 0)
     assert all("# [256, 1]" in line for line in held)
 
 
