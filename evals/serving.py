@@ -2,6 +2,7 @@
 training.
 
 - A case is two layers without embeddings and head: attention, MLP, norms and residuals, in bf16.
+  Those of a DiT-B see images of 256 patches whole, and a condition scales, shifts and gates them.
 - For inference all compiled contenders have PyTorch's mode "reduce-overhead", hence CUDA graphs,
   and frozen weights, which are packed and turned once. For training they have neither.
 - `compile` and `compile, mask folded` are as in `training.py`.
@@ -12,14 +13,15 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._inductor import config
 
 from coda_agent.agent.judge.clocks import DeviceClock
@@ -28,9 +30,11 @@ from coda_agent.evals.training import Work, fold_mask, parts
 from coda_agent.fuse.backend import coda
 
 TOKENS, LAYERS, LIMIT = (32, 128, 512, 8192), 2, 0.05
+IMAGES, PATCHES = 64, 256
 PHASES = "inference", "training"
 _ATTENTION = re.compile("flash|fmha|attention|sdpa")
-_ABOUT = """Two layers of a model of transformers', with attention, one sequence, bfloat16. Compiled
+_ABOUT = """Two layers of a model of transformers', with attention, one sequence, bfloat16; or of a
+DiT-B, with images of 256 patches, each with a condition, which have no mask to fold. Compiled
 contenders have the mode "reduce-overhead" and frozen weights for inference, and neither for
 training, which is forward and backward. `compile` is the model under torch.compile, whose attention
 gets a mask; `compile, mask folded` has causal attention instead. Ours is the backend `coda`."""
@@ -53,14 +57,30 @@ def suite(_: Path) -> Suite:
     cases = [
         Case(f"{name} {phase} {tokens}", names, partial(_layers, work, phase, tokens))
         for name, work in WORKS.items() for phase in PHASES for tokens in TOKENS
+    ] + [
+        Case(f"DiT-B {phase} {IMAGES * PATCHES}", (*names[:2], names[-1]), partial(_images, phase))
+        for phase in PHASES
     ]  # fmt: skip
     return Suite("models", _ABOUT, cases, group=lambda case: case.partition(" ")[2])
 
 
 def _layers(work: Work, phase: str, tokens: int, device: str, shrink: int) -> Setup:
     work = replace(work, batch=1, length=tokens).shrunk(shrink)
-    model, training = _made(work, device), phase == "training"
     shape = 1, work.length, work.sizes["hidden_size"]
+    return _setup(_made(work, device), shape, phase, device)
+
+
+def _images(phase: str, device: str, shrink: int) -> Setup:
+    images, width, heads = (max(2, x // shrink) for x in (IMAGES, 768, 12))
+    torch.manual_seed(0)
+    width = 16 * heads if shrink > 1 else width
+    with torch.device(device):
+        model = Diffusion(images, width, heads).bfloat16()
+    return _setup(model, (images, PATCHES // shrink, width), phase, device)
+
+
+def _setup(model: Any, shape: tuple[int, ...], phase: str, device: str) -> Setup:
+    training = phase == "training"
     x, slope = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def outputs(run: Callable[..., Any], x: Tensor, model: Any) -> dict[str, Tensor]:
@@ -70,15 +90,15 @@ def _layers(work: Work, phase: str, tokens: int, device: str, shrink: int) -> Se
         x = x.detach().requires_grad_()
         out = run(x)
         out.backward(slope.to(out.dtype))
-        weight = model.layers[0].mlp.up_proj.weight
-        found = {"out": out.detach(), "x": x.grad, "up": weight.grad}
+        weight = next(model.layers[0].parameters())
+        found = {"out": out.detach(), "x": x.grad, "weight": weight.grad}
         for p in model.parameters():
             p.grad = None
         return found
 
     def made(name: str) -> Contender:
         own = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-        if "folded" in name:
+        if "folded" in name and not isinstance(own, Diffusion):
             fold_mask(own)
         run = way = partial(_hidden, own)
         if name != "eager":
@@ -108,7 +128,41 @@ def _replayed(call: Callable[[], Any]) -> str:
     return f"attention: {', '.join(attention) or 'none is named so'}; {len(names)} kernels"
 
 
+class Diffusion(nn.Module):
+    """Layers of a diffusion transformer, with the condition of each image as parameters.
+
+    Args:
+        images: How many.
+        width: Of the stream.
+        heads: Of attention.
+    """
+
+    def __init__(self, images: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.condition = nn.Parameter(torch.randn(images, 1, width))
+        sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1), "ada": (1, 6)}
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({x: nn.Linear(a * width, b * width) for x, (a, b) in sizes.items()})
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = partial(F.layer_norm, normalized_shape=x.shape[-1:], eps=1e-6)
+        for layer in cast("Iterable[nn.ModuleDict]", self.layers):
+            scales = layer["ada"](F.silu(self.condition)).chunk(6, -1)
+            scale, shift, gate, scale_mlp, shift_mlp, gate_mlp = scales
+            qkv = layer["qkv"](norm(x) * (1 + scale) + shift).unflatten(-1, (3, self.heads, -1))
+            seen = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+            x = x + gate * layer["out"](seen.transpose(1, 2).flatten(2))
+            inner = layer["up"](norm(x) * (1 + scale_mlp) + shift_mlp)
+            x = x + gate_mlp * layer["down"](F.gelu(inner, approximate="tanh"))
+        return x
+
+
 def _hidden(model: Any, x: Tensor) -> Tensor:
+    if isinstance(model, Diffusion):
+        return model(x)
     return model(inputs_embeds=x, use_cache=False).last_hidden_state
 
 
