@@ -34,7 +34,8 @@ def hold_tables(graph: fx.Graph) -> list[str]:
     for end in (*ends, *sorted(rows)):
         with graph.inserting_after(end):
             target = torch.ops.prims.inductor_force_stride_order.default
-            held = make(graph, target, end, [*end.meta["val"].stride()], like=end)
+            strides = end.meta["val"].clone().stride()  # a view may leave gaps
+            held = make(graph, target, end, [*strides], like=end)
         end.replace_all_uses_with(held, delete_user_cb=lambda user, held=held: user is not held)
     return [f"{end.name} is a table, computed once" for end in ends]
 

@@ -43,6 +43,18 @@ def test_cosines_of_a_rotation_are_computed_once(angles: Any) -> None:
     assert calls(shown, "cos") == calls(shown, "sin") == 1
 
 
+def test_a_table_may_be_a_part_of_what_is_computed() -> None:
+    """The view of it has gaps between rows."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        place = torch.arange(len(x), dtype=torch.float32)[:, None]
+        cos = (place * torch.linspace(0, 1, 2 * WIDTH)).cos().to(x.dtype)[:, :WIDTH]
+        return F.linear(x, w).view(len(x), 2 * HEADS, WIDTH).transpose(0, 1) * cos
+
+    shown = both(function, [drawn(24, D), drawn(2 * HEADS * WIDTH, D)])
+    assert sum(HELD in line for line in shown.graph) == 1
+
+
 @pytest.mark.parametrize(("some", "wide"), [(False, True), (False, False), (True, True)])
 def test_what_rows_of_a_whole_loss_have_is_computed_once(
     some: bool, wide: bool, monkeypatch: pytest.MonkeyPatch
