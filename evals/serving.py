@@ -11,7 +11,6 @@ training.
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -173,12 +172,10 @@ def _made(work: Work, device: str) -> Any:
         Absent: transformers is not installed.
     """
     try:
-        home: Any = importlib.import_module(
-            f"transformers.models.{work.family}.modeling_{work.family}"
-        )
+        import transformers
     except ImportError:
         raise Absent("transformers is not installed") from None
-    made = getattr(home, work.kind)
+    made = getattr(transformers, work.kind)
     torch.manual_seed(0)
     with torch.device(device):
         positions = {"max_position_embeddings": work.length}
