@@ -25,12 +25,13 @@ from torch._inductor import config
 
 from coda_agent.agent.judge.clocks import DeviceClock
 from coda_agent.evals.cases import Absent, Case, Contender, Setup, Suite
-from coda_agent.evals.training import Work, fold_mask, parts
+from coda_agent.evals.training import Work, fold_mask, parts, sizes_of
 from coda_agent.fuse.backend import coda
 
 TOKENS, LAYERS, LIMIT = (32, 128, 512, 8192), 2, 0.05
 IMAGES, PATCHES = 64, 256
 PHASES = "inference", "training"
+NAMES = "ours", "eager", "compile", "compile, mask folded"
 _ATTENTION = re.compile("flash|fmha|attention|sdpa")
 _ABOUT = """Two layers of a model of transformers', with attention, one sequence, bfloat16; or of a
 DiT-B, with images of 256 patches, each with a condition, which have no mask to fold. Compiled
@@ -39,25 +40,29 @@ training, which is forward and backward. `compile` is the model under torch.comp
 gets a mask; `compile, mask folded` has causal attention instead. Ours is the backend `coda`."""
 
 
-def _sizes(width: int, heads: int, kv: int, inner: int) -> dict[str, int]:
-    return {"hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
-            "num_key_value_heads": kv, "intermediate_size": inner, "vocab_size": 256}  # fmt: skip
-
-
 WORKS = {
-    "TinyLlama-1.1B": Work("llama", "LlamaModel", _sizes(2048, 32, 4, 5632), {}),
-    "Qwen2.5-7B": Work("qwen2", "Qwen2Model", _sizes(3584, 28, 4, 18944), {}),
+    "TinyLlama-1.1B": Work(
+        "llama",
+        "LlamaModel",
+        sizes_of(2048, LAYERS, 32, 256, num_key_value_heads=4, intermediate_size=5632),
+        {},
+    ),
+    "Qwen2.5-7B": Work(
+        "qwen2",
+        "Qwen2Model",
+        sizes_of(3584, LAYERS, 28, 256, num_key_value_heads=4, intermediate_size=18944),
+        {},
+    ),
 }
 
 
 def suite(_: Path) -> Suite:
     """List layers of each model at each number of tokens; means are taken over models."""
-    names = "ours", "eager", "compile", "compile, mask folded"
     cases = [
-        Case(f"{name} {phase} {tokens}", names, partial(_layers, work, phase, tokens))
+        Case(f"{name} {phase} {tokens}", NAMES, partial(_layers, work, phase, tokens))
         for name, work in WORKS.items() for phase in PHASES for tokens in TOKENS
     ] + [
-        Case(f"DiT-B {phase} {IMAGES * PATCHES}", (*names[:2], names[-1]), partial(_images, phase))
+        Case(f"DiT-B {phase} {IMAGES * PATCHES}", (*NAMES[:2], NAMES[-1]), partial(_images, phase))
         for phase in PHASES
     ]  # fmt: skip
     return Suite("models", _ABOUT, cases, group=lambda case: case.partition(" ")[2])
@@ -99,11 +104,11 @@ def _setup(model: Any, shape: tuple[int, ...], phase: str, device: str) -> Setup
         own = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         if "folded" in name and not isinstance(own, Diffusion):
             fold_mask(own)
-        run = way = partial(_hidden, own)
+        run = partial(_hidden, own)
         if name != "eager":
             mode = None if training else "reduce-overhead"
             backend: Any = coda if name == "ours" else "inductor"
-            run = torch.compile(way, dynamic=False, mode=mode, backend=backend)
+            run = torch.compile(run, dynamic=False, mode=mode, backend=backend)
         call = partial(outputs, run, x, own)
 
         def first() -> dict[str, Tensor]:
@@ -116,8 +121,7 @@ def _setup(model: Any, shape: tuple[int, ...], phase: str, device: str) -> Setup
 
     wide = copy.deepcopy(model).float()
     truth = outputs(partial(_hidden, wide), x.float(), wide)
-    names = ("ours", "eager", "compile", "compile, mask folded")
-    return Setup({n: partial(made, n) for n in names}, truth, LIMIT)
+    return Setup({n: partial(made, n) for n in NAMES}, truth, LIMIT)
 
 
 def _replayed(call: Callable[[], Any]) -> str:

@@ -63,7 +63,8 @@ class Work:
         return self.sizes["vocab_size"]
 
 
-def _sizes(width: int, layers: int, heads: int, words: int, **others: int) -> dict[str, int]:
+def sizes_of(width: int, layers: int, heads: int, words: int, **others: int) -> dict[str, int]:
+    """Name sizes as transformers does."""
     return {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
             "vocab_size": words, **others}  # fmt: skip
 
@@ -75,7 +76,7 @@ def _tied(theta: float | None = None) -> dict[str, Any]:
 
 LLAMA = Work(
     "llama", "LlamaForCausalLM",
-    _sizes(2048, 16, 32, 128256, intermediate_size=8192, num_key_value_heads=8),
+    sizes_of(2048, 16, 32, 128256, intermediate_size=8192, num_key_value_heads=8),
     {**_tied(500000.0), "rms_norm_eps": 1e-5},
 )  # fmt: skip
 LAYERS = 6
@@ -85,23 +86,23 @@ LAYERS = 6
 OTHERS = {
     "qwen3-0.6b": Work(
         "qwen3", "Qwen3ForCausalLM",
-        _sizes(1024, LAYERS, 16, 151936, intermediate_size=3072, num_key_value_heads=8,
-               head_dim=128),
+        sizes_of(1024, LAYERS, 16, 151936, intermediate_size=3072, num_key_value_heads=8,
+                 head_dim=128),
         _tied(1000000.0), batch=4,
     ),
     "gemma-3-1b": Work(
         "gemma3", "Gemma3ForCausalLM",
-        _sizes(1152, LAYERS, 4, 262144, intermediate_size=6912, num_key_value_heads=1, head_dim=256,
-               sliding_window=512),
+        sizes_of(1152, LAYERS, 4, 262144, intermediate_size=6912, num_key_value_heads=1,
+                 head_dim=256, sliding_window=512),
         _tied(), batch=2,
     ),
     "gpt2-medium": Work(
-        "gpt2", "GPT2LMHeadModel", _sizes(1024, LAYERS, 16, 50257),
+        "gpt2", "GPT2LMHeadModel", sizes_of(1024, LAYERS, 16, 50257),
         {**_tied(), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         batch=16, length=1024,
     ),
     "bert-base": Work(
-        "bert", "BertForMaskedLM", _sizes(768, LAYERS, 12, 30522, intermediate_size=3072),
+        "bert", "BertForMaskedLM", sizes_of(768, LAYERS, 12, 30522, intermediate_size=3072),
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, batch=32, length=512,
     ),
 }  # fmt: skip

@@ -25,6 +25,7 @@ from coda_agent.agent.judge.ties import (
     bare,
     called,
     constants,
+    floating,
     is_short,
     rounded_number,
 )
@@ -112,7 +113,7 @@ def jump_fault(
     found = sides(spec, binding, inputs, known)
     if not found:
         return None
-    single = {x: v.float() if _floating(v) else v for x, v in inputs.items()}
+    single = {x: v.float() if floating(v) else v for x, v in inputs.items()}
     dtypes = dict.fromkeys(program.outputs, torch.float32)
     runs = [interpreted(spec, program, single, dtypes=dtypes)]
     if not alone:
@@ -163,7 +164,7 @@ def sides(
             if _jumps(function, args) and len(seen) < len(jumps):
                 seen.append(args)
                 return held(len(seen) - 1, result)
-            if _floating(result) and _inexact(called(function)):
+            if floating(result) and _inexact(called(function)):
                 result = result * (1.0 + MARK)
             return bare(function, args, result)
 
@@ -236,9 +237,3 @@ def _inexact(name: str) -> bool:
     return name not in _POWERS and bool(
         name in _INEXACT or known.get(name) or known.get(f"__{name}__")
     )
-
-
-def _floating(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -171,9 +171,9 @@ def bare(function: Any, args: tuple[Any, ...], result: Any, sign: float = 1.0) -
     little.
     """
     name = called(function)
-    if name in _ANGLES and _floating(args[0]):
+    if name in _ANGLES and floating(args[0]):
         return result.where(args[0].abs() <= _WIDEST, math.nan)
-    if name not in _SUMS or not _floating(result):
+    if name not in _SUMS or not floating(result):
         return result
     a, b = args[:2]
     a, b = (a, b) if name.endswith("add") else (-a, b) if name == "rsub" else (a, -b)
@@ -182,7 +182,8 @@ def bare(function: Any, args: tuple[Any, ...], result: Any, sign: float = 1.0) -
     return result.where(lost == 0, result * (1.0 + sign * MARK))
 
 
-def _floating(value: Any) -> bool:
+def floating(value: Any) -> bool:
+    """Whether a value is a tensor of real numbers."""
     import torch
 
     return isinstance(value, torch.Tensor) and value.is_floating_point()
