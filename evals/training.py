@@ -155,6 +155,8 @@ class _Model:
                 self.model: Any = made(config).train()
         finally:
             torch.set_default_dtype(default)
+        if getattr(self.model, "loss_type", None) is None:
+            self.model.loss_type = "ForCausalLM"  # a warning in each call parts GPT-2's graph else
         shape = self.ranks * work.batch, work.length
         self.all = torch.randint(work.words, shape, device=device)
         self.ids = self.all[dist.get_rank() :: self.ranks] if self.ranks > 1 else self.all

@@ -4,6 +4,8 @@
   away before it: the product's rows are those of the loss then.
 - A loss that has classes as its second dim, as in images, is given rows: logits are not turned.
 - A mixture of two, the logarithm of the sum of the exponentials of a stack, stacks nothing.
+- A vocabulary that is no multiple of 16 words gets some more, which are never said: neither kernels
+  nor cuBLAS write such rows fast. Inductor pads each product alone, and copies gradients for it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from coda_agent.fuse.nodes import SHORT
+from coda_agent.fuse.tables import WIDE
 
 _LINEAR = (F.linear, torch.matmul, torch.mm, operator.matmul, "matmul", "mm")
 _POINTWISE = (operator.mul, operator.truediv, operator.imul, operator.itruediv, torch.mul,
               torch.div, torch.tanh, "mul", "div", "tanh", "float", "to", "type", "bfloat16",
               "contiguous")  # fmt: skip
+_CASTS = ("float", "to", "type", "bfloat16", "contiguous")
+_SHAPES = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
+_SCALES = (operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div")
+_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
+              "label_smoothing")  # fmt: skip
+_NEUTRAL = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+"""Those to which words that are never said must be nothing."""
+_NEVER, _NEVER_IN_16 = -1e30, -6e4
+"""Logits of words that are never said. Their exponentials are 0, and no two infinities meet."""
 
 
 def spell_by_rows(graph: fx.Graph) -> list[str]:
@@ -31,7 +46,11 @@ def spell_by_rows(graph: fx.Graph) -> list[str]:
     Returns:
         Names of the calls that rows were taken by, and of the losses that have rows now.
     """
-    return [n.name for n in [*graph.nodes] if _take_before(n) or _flatten(n) or _mix(n)]
+    losses = graph.find_nodes(op="call_function", target=F.cross_entropy)
+    for loss in losses:
+        _name_arguments(loss)
+    found = [n.name for n in [*graph.nodes] if _take_before(n) or _flatten(n) or _mix(n)]
+    return found + [loss.name for loss in losses if _pad(loss)]
 
 
 def _take_before(node: fx.Node) -> bool:
@@ -85,11 +104,10 @@ def _of_rows(index: Any, ndim: int) -> tuple[Any, ...] | None:
 
 def _flatten(node: fx.Node) -> bool:
     """Give a loss of classes in the second of three dims its rows."""
-    if node.target is not F.cross_entropy or len(node.args) not in (2, 3):
+    if node.target is not F.cross_entropy or not _is_turned(node.args[0]):
         return False
-    turned, labels, *rest = node.args
-    names = {"weight", "ignore_index", "reduction", "label_smoothing"}
-    if not _is_turned(turned) or not names.issuperset(node.kwargs):
+    turned, labels = node.args
+    if any(node.kwargs.get(name) is not None for name in ("size_average", "reduce")):
         return False
     x: Any = turned.args[0]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     value, places, columns = _value(x), _value(labels), _value(x).shape[-1]
@@ -98,7 +116,7 @@ def _flatten(node: fx.Node) -> bool:
     with torch.no_grad():
         rows = _inserted(node, "reshape", (x, -1, columns), value.reshape(-1, columns))
         flat = _inserted(node, "reshape", (labels, -1), places.reshape(-1))
-    node.args = (rows, flat, *rest)
+    node.args = (rows, flat)
     if node.kwargs.get("reduction") == "none":
         with node.graph.inserting_after(node):
             whole = node.graph.call_method("view_as", (node, labels))
@@ -127,6 +145,97 @@ def _mix(node: fx.Node) -> bool:
     if not stack.users:
         node.graph.erase_node(stack)
     return True
+
+
+def _name_arguments(loss: fx.Node) -> None:
+    """Give a loss's logits and labels by position, and what else it has by name: a module gives all
+    by position."""
+    named = {**dict(zip(_ARGUMENTS, loss.args, strict=False)), **loss.kwargs}
+    loss.args, loss.kwargs = (named.pop("input"), named.pop("target")), named
+
+
+def _pad(loss: fx.Node) -> bool:
+    """Give a loss's product a multiple of 64 columns. Those more are never said, nor are those that
+    were cut off."""
+    if not (chain := _chain(loss)):
+        return False
+    product, seen = chain[-1], _value(chain[0]).shape[-1]
+    x, weight, bias = (*product.args, None)[:3]
+    old: Any = _value(weight)
+    words, dim = old.shape
+    width = words if words % 16 == 0 else -(-words // 64) * 64
+    if width == seen:
+        return False
+    short = any(_value(n).dtype is torch.float16 for n in chain)
+    with torch.no_grad():
+        if width > words:
+            more = (weight, (0, 0, 0, width - words))
+            weight = _inserted(product, F.pad, more, old.new_empty(width, dim))
+        own = old.new_empty(seen)
+        if bias is None:
+            bias = _inserted(product, "new_zeros", (weight, (seen,)), own)
+        elif seen < words:
+            bias = _inserted(product, operator.getitem, (bias, slice(seen)), own)
+        more = (bias, (0, width - seen), "constant", _NEVER_IN_16 if short else _NEVER)
+        product.args = (x, weight, _inserted(product, F.pad, more, old.new_empty(width)))
+        for n in chain[::-1]:
+            if _cuts(n):
+                n.replace_all_uses_with(n.args[0])
+                n.graph.erase_node(n)
+            else:
+                _widen(n, width)
+    return True
+
+
+def _widen(node: fx.Node, width: int) -> None:
+    """Let a call's value have other columns."""
+    value, (x, *shape) = _value(node), node.args
+    if node.target in _SHAPES and shape[-1] == value.shape[-1]:
+        node.args = (x, *shape[:-1], width)
+    elif node.target in _SHAPES and isinstance(shape[-1], tuple | list):
+        node.args = (x, (*shape[-1][:-1], width))
+    node.meta["example_value"] = value.new_empty(*value.shape[:-1], width)
+
+
+def _chain(loss: fx.Node) -> list[Any]:
+    """What a loss's logits are made of, to their product, where nothing else reads these and what
+    is far below all others stays so; else nothing."""
+    if any(_NEUTRAL.get(name, x) != x for name, x in loss.kwargs.items()):
+        return []
+    chain: list[Any] = [loss.args[0]]
+    while chain[-1].target is not F.linear:
+        if not (_keeps_columns(chain[-1]) or _cuts(chain[-1])):
+            return []
+        chain.append(chain[-1].args[0])
+    product, classes = chain[-1], _value(loss.args[1])
+    value, weight = _value(product), _value(product.args[1])
+    large = not isinstance(value.numel(), int) or value.numel() >= WIDE
+    plain = not product.kwargs and not is_traceable_wrapper_subclass(weight)
+    read = all(len(x.users) == 1 for x in chain) and not classes.is_floating_point()
+    return chain if large and plain and read and value.dtype in SHORT else []
+
+
+def _keeps_columns(node: fx.Node) -> bool:
+    """Whether a call has the columns that it is given, of which the least stay the least."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = _value(node.args[0]).shape, _value(node).shape
+    if node.target is operator.getitem:
+        return _of_rows(node.args[1], len(before)) is not None
+    if node.target in _SCALES:
+        return isinstance(node.args[1], int | float) and node.args[1] > 0
+    return node.target in (*_CASTS, *_SHAPES) and before[-1:] == after[-1:]
+
+
+def _cuts(node: fx.Node) -> bool:
+    """Whether a call takes the first columns of all rows."""
+    index = node.args[1] if node.target is operator.getitem else None
+    if not isinstance(index, tuple) or not isinstance(index[-1], slice):
+        return False
+    first, last, step = index[-1].start, index[-1].stop, index[-1].step
+    whole = all(x is Ellipsis or x == slice(None) for x in index[:-1])
+    reaches = Ellipsis in index or len(index) == _value(node.args[0]).ndim
+    return whole and reaches and first in (None, 0) and step in (None, 1) and isinstance(last, int)
 
 
 def _is_turned(node: Any) -> bool:

@@ -4,7 +4,8 @@
   products is a number a row: the first kernel stores x · g with the row's statistic, and the second
   one scales its rows.
 - What is gathered of a difference to a number a row is gathered first: log-probabilities of some
-  words need no logits.
+  words need no logits. Where they were rounded before, gradients are made of unrounded ones, as
+  Inductor has it for such a pair of casts.
 - A softmax of scaled numbers scales them first, as the model does. Inductor takes the largest off
   before; the logarithm of the sum is no statistic of the scaled ones then.
 - A row that is 0 but at one place sums to what is there: the gradient of a loss is then made in one
@@ -162,11 +163,11 @@ def gather_first(graph: fx.Graph) -> list[str]:
     """Gather before a number a row is subtracted; names of what is gathered."""
     moved: list[str] = []
     for node in [n for n in graph.nodes if n.target is aten.gather.default]:
-        source, dim, index = node.args[:3]
-        if not isinstance(source, fx.Node) or source.target is not aten.sub.Tensor:
-            continue
-        x, row = source.args[:2]
-        if not isinstance(x, fx.Node) or not isinstance(row, fx.Node) or source.kwargs:
+        rounded, dim, index = node.args[:3]
+        is_cast = isinstance(rounded, fx.Node) and rounded.target in CASTS
+        source = call_of(rounded.args[0] if is_cast else rounded, aten.sub.Tensor)
+        x, row = source.args[:2] if source is not None and not source.kwargs else (None, None)
+        if source is None or not isinstance(x, fx.Node) or not isinstance(row, fx.Node):
             continue
         if row.meta["val"].ndim != x.meta["val"].ndim or row.meta["val"].shape[dim] != 1:
             continue
@@ -175,7 +176,11 @@ def gather_first(graph: fx.Graph) -> list[str]:
         with graph.inserting_before(node):
             first = make(graph, aten.gather.default, x, dim, index, like=node)
             result = make(graph, aten.sub.Tensor, first, row, like=node)
+            result = _cast(graph, result, node.meta["val"].dtype, node)
         node.replace_all_uses_with(result)
+        for back in [u for u in rounded.users if u is not node] if is_cast else []:
+            if back.target in CASTS and back.meta["val"].dtype == source.meta["val"].dtype:
+                back.replace_all_uses_with(source)  # else the rounded ones were kept for it
         moved.append(node.name)
     if moved:
         graph.eliminate_dead_code()

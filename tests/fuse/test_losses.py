@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-from coda_agent.fuse import fuse, head
+from coda_agent.fuse import backend, fuse, head, losses
+from coda_agent.fuse.losses import spell_by_rows
 from tests.fuse.test_head import TARGETS, WIDTH, WORDS, gradients, logits
 from tests.fuse.test_joint import norms, watched
 from tests.fuse.test_regions import drawn
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
 IDS = TARGETS.view(4, -1)
 KEPT = IDS % 3 > 0
 NEXT = IDS[:, 1:].reshape(-1)
+ODD = 161
+LABELS = TARGETS * 3 % ODD
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +136,56 @@ def test_gradients_of_float16_keep_the_scale_of_their_loss(monkeypatch: pytest.M
 
 def test_fewer_logits_of_float16_are_whole() -> None:
     assert "is computed whole: float16 holds" in check(shifted, fuse(shifted), torch.float16)
+
+
+def classified(h: Tensor, w: Tensor) -> Tensor:
+    return nn.CrossEntropyLoss(ignore_index=5)(wider(F.linear(h, w)).view(-1, ODD), LABELS)
+
+
+def biased(h: Tensor, w: Tensor) -> Tensor:
+    z = F.linear(h, w, w[:, 0].contiguous()).reshape(-1, ODD) / 0.7
+    return F.cross_entropy(input=z, target=LABELS, reduction="none")
+
+
+def cut(h: Tensor, w: Tensor) -> Tensor:
+    z = F.linear(h, w, w[:, 1].contiguous())[..., : ODD - 20].flatten(0, 1)
+    return F.cross_entropy(z, LABELS % (ODD - 20))
+
+
+def smoothed(h: Tensor, w: Tensor) -> Tensor:
+    z = wider(F.linear(h, w)).view(-1, ODD)
+    return F.cross_entropy(z, LABELS, label_smoothing=0.1)
+
+
+def with_others(h: Tensor, w: Tensor) -> Tensor:
+    z = wider(F.linear(h, w)).view(-1, ODD)
+    return F.cross_entropy(z, LABELS) + 0.01 * z.square().mean()
+
+
+def capped_and_odd(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(wider(torch.tanh(F.linear(h, w) / 3)).view(-1, ODD), LABELS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "words", "width"),
+    [(classified, ODD, 192), (biased, ODD, 192), (cut, ODD, 192), (cut, 176, 176),
+     (smoothed, ODD, ODD), (with_others, ODD, ODD), (capped_and_odd, ODD, ODD)],
+)  # fmt: skip
+def test_odd_vocabularies_have_more_words_where_a_loss_does_not_see_them(
+    loss: Any, words: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "WIDE", 1)
+    seen = list[fx.Graph]()
+    monkeypatch.setattr(backend, "spell_by_rows", lambda g: seen.append(g) or spell_by_rows(g))
+    h, w = ((4 * drawn(*x, WIDTH)).to(dtype) for x in (IDS.shape, (words,)))
+    torch._dynamo.reset()
+    upstream = torch.linspace(0.5, 1, LABELS.numel()) if loss is biased else 0.5
+    ours = gradients(fuse(loss), [h, w], upstream)
+    own, truth = (gradients(loss, [h, w], upstream, wide=wide) for wide in (False, True))
+    for mine, pytorch, true in zip(ours, own, truth, strict=True):
+        assert mine.shape == pytorch.shape and mine.dtype == pytorch.dtype
+        assert norms(mine, true) <= 1.3 * norms(pytorch, true) + 1e-4
+    (product,) = seen[0].find_nodes(op="call_function", target=F.linear)
+    assert product.meta["example_value"].shape[-1] == width
+    assert (len(product.args) == 3) == (width != ODD or loss is biased)
