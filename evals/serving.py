@@ -127,7 +127,8 @@ def _setup(model: Any, shape: tuple[int, ...], phase: str, device: str) -> Setup
 def _replayed(call: Callable[[], Any]) -> str:
     """Name the kernels of attention that a graph of CUDA ran, and count all."""
     names = [span.name for span in DeviceClock().trace(call)]
-    attention = sorted({name[:60] for name in names if _ATTENTION.search(name)})
+    found = [name for name in names if _ATTENTION.search(name) and not name.startswith("triton")]
+    attention = sorted({name[:60] for name in found})
     return f"attention: {', '.join(attention) or 'none is named so'}; {len(names)} kernels"
 
 
