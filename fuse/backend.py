@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from coda_agent.fuse.attention import fold_masks
-from coda_agent.fuse.joint import Kernels
+from coda_agent.fuse.joint import Kernels, left_where_it_fails
 from coda_agent.fuse.loops import join_loops
 from coda_agent.fuse.losses import spell_by_rows
 from coda_agent.primitives.errors import CodaError
@@ -48,9 +48,10 @@ def coda(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    changes = fold_masks, join_loops, spell_by_rows
-    if [name for change in changes for name in change(module.graph)]:
-        module.recompile()
+    with left_where_it_fails(module.graph):
+        for change in fold_masks, join_loops, spell_by_rows:
+            change(module.graph)
+    module.recompile()
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     patches = {name.replace("-", "_"): value for name, value in patches.items()}
     if (fp8 := patches.pop("fp8", None)) not in (None, "forward"):

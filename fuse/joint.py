@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -68,17 +70,25 @@ class Kernels(CustomGraphPass):
         if self._first is not None:
             self._first(graph)
         stable_topological_sort(graph)  # Inductor's passes leave it in another order
-        module: Any = graph.owning_module
-        before = fx.Graph(module)
-        before.output(before.graph_copy(graph, {}))
-        (end,) = (node for node in graph.nodes if node.op == "output")
-        (last,) = (node for node in before.nodes if node.op == "output")
-        last.meta, before._codegen = dict(end.meta), graph._codegen
-        try:
+        with left_where_it_fails(graph):
             put_kernels(graph, fp8=self._fp8)
-        except Exception as error:  # whatever it is, the graph as it was is right
-            warnings.warn(f"coda-agent: a graph is left as it was: {error!r}", stacklevel=2)
-            module.graph = before
+
+
+@contextmanager
+def left_where_it_fails(graph: fx.Graph) -> Iterator[None]:
+    """Leave a module's graph as it was, with a warning, where a change of it fails."""
+    module: Any = graph.owning_module
+    before = fx.Graph(module)
+    before.output(before.graph_copy(graph, {}))
+    (end,), (last,) = (g.find_nodes(op="output") for g in (graph, before))
+    last.meta, before._codegen = dict(end.meta), graph._codegen
+    for new, old in zip(before.nodes, graph.nodes, strict=True):
+        vars(new).update({name: x for name, x in vars(old).items() if name == "_dynamo_source"})
+    try:
+        yield
+    except Exception as error:  # whatever it is, the graph as it was is right
+        warnings.warn(f"coda-agent: a graph is left as it was: {error!r}", stacklevel=3)
+        module.graph = before
 
 
 def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:

@@ -113,8 +113,9 @@ class _Loop:
         if _name(node) in _ALONG_ROWS:
             dim = _dim(node, None)
             return isinstance(dim, int) and ndim > 1 - self._is_stack and dim % ndim == ndim - 1
-        firsts = {x.shape[0] for x in values} if not self._is_stack else set()
-        return _name(node) in _POINTWISE and len(firsts) < 2
+        firsts = [x.shape[0] for x in values if not self._is_stack]
+        alike = all(isinstance(x, int) and x == firsts[0] for x in firsts)  # a symbol may differ
+        return _name(node) in _POINTWISE and (alike or len(firsts) == 1)
 
     def _call(self, parts: _Parts) -> None:
         """Make the call of all parts that these are of each."""

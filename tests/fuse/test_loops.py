@@ -107,3 +107,10 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_other_parts_are_left(what: str) -> None:
     assert joined(OTHERS[what]) == 0
+
+
+def test_sizes_that_are_symbols_are_no_reason_to_fail(recwarn: pytest.WarningsRecorder) -> None:
+    function = lambda x, y: torch.cat([x * 2, y * 2])
+    x, y = torch.ones(3, 4), torch.ones(5, 4)
+    assert torch.equal(fuse(function, dynamic=True)(x, y), function(x, y))
+    assert not any("left as it was" in str(warning.message) for warning in recwarn)

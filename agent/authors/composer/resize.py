@@ -44,6 +44,7 @@ def small_sizes(roles: Roles, others: Iterable[Axis], *, turn: int = 0) -> dict[
     Raises:
         ProgramError: there are none at which M, N and K can be told from one another.
     """
+    others = [*others]  # each turn reads them
     for first in range(turn, turn + len(_PRIMES)):
         primes = itertools.chain(_PRIMES[first % len(_PRIMES) :], _PRIMES)
         sizes: dict[Axis, int] = {}
