@@ -85,6 +85,7 @@ def _fake(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> l
 
 
 def _results(function: ProgramFunction, call: Any, a: Any, b: Any, operands: Any) -> list[Any]:
+    operands = operands or ()  # torch 2.13's AOTInductor gives None for a list of no tensors
     results = call(function, a, b, dict(zip(function.program.operands, operands, strict=True)))
     return [results[x] for x in function.program.outputs]
 

@@ -1,12 +1,14 @@
 """The backend `coda` on a GPU."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from coda_agent.evals.float8 import e4m3, quantised, scaled_product
 from coda_agent.fuse import fuse
+from coda_agent.fuse.joint import Kernels
 from coda_agent.primitives import Tile, epilogue
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.program_operator import kernel_operator, program_text, with_tiles
@@ -53,3 +55,22 @@ def test_parts_of_k_meet_in_graphs_of_cuda() -> None:
             x.normal_()
             exact = 2 * (x.double() @ w.double().T + r.double())
             assert (called(x).double() - exact).norm() < 5e-3 * exact.norm()
+
+
+def test_a_package_of_aotinductor_has_kernels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(2048, 8192), torch.nn.GELU("tanh"))
+    layer, x = layer.cuda().bfloat16(), torch.randn(4096, 2048, device="cuda").bfloat16()
+    exact = layer.double()(x.double())
+    with torch.no_grad():
+        exported = torch.export.export(layer.bfloat16(), (x,))
+        path = torch._inductor.aoti_compile_and_package(
+            exported,
+            package_path=str(tmp_path / "layer.pt2"),
+            inductor_configs={"joint_custom_post_pass": Kernels()},
+        )
+        run = torch._inductor.aoti_load_package(path)
+        assert (run(x).double() - exact).norm() < 5e-3 * exact.norm()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            run(x)
+    assert any("coda_agent" in event.name for event in found.events() or ())
