@@ -200,7 +200,8 @@ def _widen(node: fx.Node, width: int) -> None:
 def _chain(loss: fx.Node) -> list[Any]:
     """What a loss's logits are made of, to their product, where nothing else reads these and what
     is far below all others stays so; else nothing."""
-    if any(_NEUTRAL.get(name, x) != x for name, x in loss.kwargs.items()):
+    has_rows = _value(loss.args[0]).ndim == 2  # else classes are not the last dim
+    if not has_rows or any(_NEUTRAL.get(name, x) != x for name, x in loss.kwargs.items()):
         return []
     chain: list[Any] = [loss.args[0]]
     while chain[-1].target is not F.linear:
@@ -223,7 +224,7 @@ def _keeps_columns(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _of_rows(node.args[1], len(before)) is not None
     if node.target in _SCALES:
-        return isinstance(node.args[1], int | float) and node.args[1] > 0
+        return isinstance(node.args[1], int | float) and 0.1 <= node.args[1] <= 10
     return node.target in (*_CASTS, *_SHAPES) and before[-1:] == after[-1:]
 
 

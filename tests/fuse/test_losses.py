@@ -162,6 +162,14 @@ def with_others(h: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(z, LABELS) + 0.01 * z.square().mean()
 
 
+def of_images(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, w), IDS[:, :1].expand(-1, ODD) % 128)
+
+
+def cold(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, w).view(-1, ODD) * 1e-3, LABELS)
+
+
 def capped_and_odd(h: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(wider(torch.tanh(F.linear(h, w) / 3)).view(-1, ODD), LABELS)
 
@@ -170,7 +178,8 @@ def capped_and_odd(h: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "words", "width"),
     [(classified, ODD, 192), (biased, ODD, 192), (cut, ODD, 192), (cut, 176, 176),
-     (smoothed, ODD, ODD), (with_others, ODD, ODD), (capped_and_odd, ODD, ODD)],
+     (smoothed, ODD, ODD), (with_others, ODD, ODD), (capped_and_odd, ODD, ODD),
+     (of_images, ODD, ODD), (cold, ODD, ODD)],
 )  # fmt: skip
 def test_odd_vocabularies_have_more_words_where_a_loss_does_not_see_them(
     loss: Any, words: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
