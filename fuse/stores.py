@@ -18,10 +18,13 @@ from coda_agent.fuse.nodes import (
 
 
 def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
-    """What a kernel of these nodes gives, in the fewest bytes: a value, or the narrower one that it
-    is made of alone; and what the other pass needs, or what that is cheaply computed from."""
+    """What a kernel of these nodes gives, in the fewest bytes: results of the graph; other values,
+    or the narrower ones that they are made of alone; and what the other pass needs, or what that is
+    cheaply computed from."""
     region = sorted(nodes)
-    stored = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=False)}
+    read = {n: users for n in region if (users := _outside(n, nodes, later=False))}
+    given = {n for n, users in read.items() if any(u.op == "output" for u in users)}
+    stored = {_unturned(n, nodes) if n in given else _narrowest(n, nodes) for n in read}
     wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
     roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
     return stored | (roots if bytes_of(roots) <= bytes_of(wanted) else wanted)
@@ -54,6 +57,13 @@ def _read_later(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> s
             far = _roots(node, nodes, set()) if are_products(users) else {node}
             read |= far if far <= stored else _roots(node, nodes, stored - {node})
     return read if bytes_of(read) < bytes_of(stored) else stored
+
+
+def _unturned(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
+    """What of a region a node is a view of."""
+    while node.target in VIEWS and node.all_input_nodes[0] in nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:

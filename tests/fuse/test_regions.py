@@ -121,3 +121,16 @@ def test_a_value_is_not_stored_beside_its_views_and_wider_types() -> None:
     kinds = [node.meta["val"].dtype for node in region.outputs]
     assert sorted(map(str, kinds)) == ["torch.bfloat16", "torch.float32"]
     assert {tuple(node.meta["val"].shape) for node in region.outputs} == {(24, D), (24,)}
+
+
+def test_a_result_of_the_graph_is_stored_as_it_is() -> None:
+    """As of a layer under autocast that is compiled apart, whose parameters are float32."""
+
+    def function(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(F.linear(x, w) + r)
+        return y.view(2, 12, D).transpose(0, 1), F.linear(x, w).float().sum(-1)
+
+    known = cut(recorded(function, [drawn(24, H), drawn(D, H), drawn(24, D).float()]).graph)
+    (region,) = known.regions
+    outputs = {(node.meta["val"].dtype, *node.meta["val"].shape) for node in region.outputs}
+    assert outputs == {(torch.float32, 24, D), (torch.float32, 24)}
