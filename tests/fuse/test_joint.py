@@ -333,6 +333,13 @@ def test_rows_of_several_products_are_joined_behind_them() -> None:
     compared(function, [drawn(64, H), torch.stack([drawn(H, D, seed=i) for i in range(4)])])
 
 
+def test_parts_without_elements_are_left_out() -> None:
+    """Register tokens of a DINOv3 that has none."""
+    split = lambda x, w: F.linear(x, w).relu().split((2, 0, 22))
+    function = lambda x, w: torch.stack([part.sum(0) for part in split(x, w)])
+    compared(function, [drawn(24, H), drawn(D, H)])
+
+
 def test_composing_leaves_the_process_as_it_was() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()

@@ -130,6 +130,8 @@ class Axes:
             if not isinstance(value := node.meta.get("val"), torch.Tensor):
                 continue
             if value.numel() == 0:
+                if node.all_input_nodes:
+                    raise Refusal("has no elements", node=node)
                 continue
             try:
                 self.dims[node] = self._of(node)
