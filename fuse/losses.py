@@ -27,7 +27,7 @@ _POINTWISE = (operator.mul, operator.truediv, operator.imul, operator.itruediv, 
               torch.div, torch.tanh, "mul", "div", "tanh", "float", "to", "type", "bfloat16",
               "contiguous")  # fmt: skip
 _CASTS = ("float", "to", "type", "bfloat16", "contiguous")
-_SHAPES = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
+_SIZED, _FLAT = ("view", "reshape", torch.reshape), ("flatten", torch.flatten)
 _SCALES = (operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div")
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
               "label_smoothing")  # fmt: skip
@@ -164,9 +164,9 @@ def _pad(loss: fx.Node) -> bool:
     old: Any = _value(weight)
     words, dim = old.shape
     width = words if words % 16 == 0 else -(-words // 64) * 64
-    if width == seen:
-        return False
     short = any(_value(n).dtype is torch.float16 for n in chain)
+    if width == seen or (short and any(n.target in _SCALES for n in chain)):
+        return False
     with torch.no_grad():
         if width > words:
             more = (weight, (0, 0, 0, width - words))
@@ -189,11 +189,12 @@ def _pad(loss: fx.Node) -> bool:
 
 def _widen(node: fx.Node, width: int) -> None:
     """Let a call's value have other columns."""
-    value, (x, *shape) = _value(node), node.args
-    if node.target in _SHAPES and shape[-1] == value.shape[-1]:
-        node.args = (x, *shape[:-1], width)
-    elif node.target in _SHAPES and isinstance(shape[-1], tuple | list):
-        node.args = (x, (*shape[-1][:-1], width))
+    value = _value(node)
+    if node.target in _SIZED:
+        args: Any = node.args
+        listed = isinstance(args[1], tuple | list)
+        sizes = [*(args[1] if listed else args[1:])[:-1], width]
+        node.args = (args[0], sizes) if listed else (args[0], *sizes)
     node.meta["example_value"] = value.new_empty(*value.shape[:-1], width)
 
 
@@ -225,7 +226,8 @@ def _keeps_columns(node: fx.Node) -> bool:
         return _of_rows(node.args[1], len(before)) is not None
     if node.target in _SCALES:
         return isinstance(node.args[1], int | float) and 0.1 <= node.args[1] <= 10
-    return node.target in (*_CASTS, *_SHAPES) and before[-1:] == after[-1:]
+    views = node.target in _FLAT or (node.target in _SIZED and len(node.args) > 1)
+    return (node.target in _CASTS or views) and before[-1:] == after[-1:]
 
 
 def _cuts(node: fx.Node) -> bool:
