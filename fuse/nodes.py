@@ -65,6 +65,13 @@ def shape_of(node: fx.Node) -> torch.Size:
     return node.meta.get(SYMBOLIC, node.meta["val"]).shape
 
 
+def device_of(node: fx.Node) -> torch.device:
+    """Get a value's device; where its sizes are hints of symbols, it has none of its own."""
+    device = node.meta.get(SYMBOLIC, node.meta["val"]).device
+    inputs = node.all_input_nodes
+    return device_of(inputs[0]) if device.type == "meta" and inputs else device
+
+
 def is_fixed(node: fx.Node, dim: int) -> bool:
     """Whether an extent of a node's value is a number, and no symbol."""
     return isinstance(shape_of(node)[dim], int)
@@ -96,7 +103,7 @@ def constant(graph: fx.Graph, value: float, *, like: fx.Node, shape: Sequence[in
     """Append a number of no dims, or such ones, in the type and on the device of a node's value."""
     x = like.meta["val"]
     node = graph.call_function(
-        aten.full.default, ([*shape], value), {"dtype": x.dtype, "device": x.device}
+        aten.full.default, ([*shape], value), {"dtype": x.dtype, "device": device_of(like)}
     )
     node.meta["val"] = x.new_empty(shape)
     return node

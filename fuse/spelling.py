@@ -27,6 +27,7 @@ from coda_agent.fuse.nodes import (
     SHORT,
     call_of,
     constant,
+    device_of,
     is_fixed,
     is_one,
     is_zeros,
@@ -198,7 +199,7 @@ def spell_scatter(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             columns = graph.call_function(
                 torch.ops.prims.iota.default, (value.shape[-1],),
-                {"start": 0, "step": 1, "dtype": torch.int64, "device": value.device,
+                {"start": 0, "step": 1, "dtype": torch.int64, "device": device_of(node),
                  "requires_grad": False},
             )  # fmt: skip
             columns.meta["val"] = index.meta["val"].new_empty(value.shape[-1:])

@@ -54,6 +54,22 @@ def test_sizes_that_change_have_one_set_of_kernels(seen: list[Shown]) -> None:
     assert counts(seen) == [9, 9]
 
 
+def test_a_router_of_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of its largest is scattered, and spelled by columns that are counted."""
+
+    def largest(model: nn.Linear, x: Tensor) -> Tensor:
+        return model(x).softmax(-1).max(-1).values.sum()
+
+    called = kernels_of(monkeypatch)
+    torch.manual_seed(0)
+    model, call = nn.Linear(D, 16, bias=False).bfloat16(), fuse(largest, dynamic=True)
+    for rows in (24, 40, 7):
+        x = drawn(rows, D)
+        truth = graded(largest, copy.deepcopy(model).double(), x.double())
+        assert as_near(graded(call, model, x), graded(largest, model, x), truth)
+    assert sum(called) == 1
+
+
 def test_autocast(seen: list[Shown]) -> None:
     model = Model(layers=1)
 

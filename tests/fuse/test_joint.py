@@ -340,6 +340,16 @@ def test_parts_without_elements_are_left_out() -> None:
     compared(function, [drawn(24, H), drawn(D, H)])
 
 
+def test_the_last_columns_before_the_first() -> None:
+    """As MobileBERT's embeddings, which stand beside their neighbours'."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w).tanh()
+        return torch.cat([y[:, -8:], y[:, :24]], 1).exp()
+
+    compared(function, [drawn(24, H), drawn(D, H)])
+
+
 def test_composing_leaves_the_process_as_it_was() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()

@@ -287,7 +287,8 @@ class Layout:
                 start = int(codes[0, 0]) % (1 << _SHIFT)
                 starts.add(start)
             full = self.grid(expr, dims)
-            if not codes.equal(full[..., start : start + width].reshape(codes.shape)):
+            part = full[..., start : start + width].reshape(1 if rows == 1 else m, -1)
+            if not codes.equal(part):  # which the last column may end
                 return None
             found.append(Elements(full))
         return (found, slice(start := starts.pop(), start + width)) if len(starts) == 1 else None
