@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_agent.agent.authors.composer.ports import Extent, Port
@@ -46,7 +48,7 @@ def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
             graph.erase_node(node)
     _evaluate(graph)
     for node in readers:
-        _restore(graph, node, strides[node])
+        _restore(graph, node, strides[node], symbols)
     _evaluate(graph)
     graph.lint()
 
@@ -81,6 +83,20 @@ class _Symbols:
         for factor in nodes[1:]:
             result = self._graph.call_function(operator.mul, (result, factor))
         return result
+
+    def before(self, node: fx.Node, sizes: Iterable[Any]) -> list[Any]:
+        """Sizes as arguments of calls before a node, each computed of what the graph takes."""
+        with self._graph.inserting_before(node):
+            return [self._computed(n) if isinstance(n, torch.SymInt) else n for n in sizes]
+
+    def _computed(self, size: torch.SymInt) -> fx.Node:
+        known: dict[Any, Any] = {}
+        for symbol in size.node.expr.free_symbols:
+            found = self._nodes.get(str(symbol))
+            if found is None or found.op != "placeholder":
+                found = self._graph.call_function(aten.sym_size.int, self._dims[str(symbol)])
+            known[symbol] = fx.Proxy(found, self.tracer)
+        return sympy_interp(PythonReferenceAnalysis, known, size.node.expr).node
 
     def _symbol(self, name: str) -> fx.Node:
         if name not in self._nodes:
@@ -176,7 +192,12 @@ def _is_of(node: fx.Node, namespace: str, default: str = "") -> bool:
     return getattr(node.target, "namespace", default) == namespace
 
 
-def _restore(graph: fx.Graph, node: fx.Node, strides: Sequence[tuple[Any, ...] | None]) -> None:
+def _restore(
+    graph: fx.Graph,
+    node: fx.Node,
+    strides: Sequence[tuple[Any, ...] | None],
+    symbols: _Symbols,
+) -> None:
     """Give what a call reads the strides that it had: a graph's results all of them, what ATen's
     kernels read the last one."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
@@ -185,9 +206,9 @@ def _restore(graph: fx.Graph, node: fx.Node, strides: Sequence[tuple[Any, ...] |
         places = slice(-1 if last else None, None)
         if wanted is None or str((_strides(x) or ())[places]) == str(wanted[places]):
             continue
-        value = x.meta["val"]
+        shape, steps = (symbols.before(node, sizes) for sizes in (x.meta["val"].shape, wanted))
         with graph.inserting_before(node):
-            empty = aten.new_empty_strided.default, (x, [*value.shape], [*wanted])
+            empty = aten.new_empty_strided.default, (x, shape, steps)
             leaves[i] = graph.call_function(aten.copy.default, (graph.call_function(*empty), x))
         for new in (leaves[i].args[0], leaves[i]):
             new.meta = {tag: x.meta[tag] for tag in TAGS if tag in x.meta}

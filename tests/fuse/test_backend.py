@@ -217,7 +217,10 @@ def test_a_pass_of_the_users_own_runs_before() -> None:
 
 
 @pytest.mark.slow
-def test_attention_has_the_strides_that_its_kernel_reads(seen: list[Shown]) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_has_the_strides_that_its_kernel_reads(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel gives repeated heads as its innermost dim; attention's kernel read them as rows."""
 
     def attend(x: Tensor, w: Tensor) -> Tensor:
@@ -228,9 +231,14 @@ def test_attention_has_the_strides_that_its_kernel_reads(seen: list[Shown]) -> N
         return F.scaled_dot_product_attention(q, k, one, is_causal=True)
 
     x, w = 4 * drawn(2, 24, 32), 2 * drawn(3, 16, 32, seed=1)
-    truth, own = attend(x.double(), w.double()), attend(x, w)
-    assert norms(fuse(attend)(x, w), truth) <= 1.3 * norms(own, truth)
-    assert sum(counts(seen)) > 0
+    called, call = kernels_of(monkeypatch), fuse(attend)
+    for rows in (24, 24 - 7 * dynamic):
+        part = x[:, :rows].clone()
+        for dim in (0, 1) if dynamic else ():
+            torch._dynamo.mark_dynamic(part, dim)
+        truth, own = attend(part.double(), w.double()), attend(part, w)
+        assert norms(call(part, w), truth) <= 1.3 * norms(own, truth)
+    assert sum(called) > 0
 
 
 def test_writes_in_place_stay_where_a_mask_is_folded(seen: list[Shown]) -> None:
