@@ -23,12 +23,10 @@ from coda_agent.fuse.nodes import SHORT
 from coda_agent.fuse.tables import WIDE
 
 _LINEAR = (F.linear, torch.matmul, torch.mm, operator.matmul, "matmul", "mm")
-_POINTWISE = (operator.mul, operator.truediv, operator.imul, operator.itruediv, torch.mul,
-              torch.div, torch.tanh, "mul", "div", "tanh", "float", "to", "type", "bfloat16",
-              "contiguous")  # fmt: skip
 _CASTS = ("float", "to", "type", "bfloat16", "contiguous")
-_SIZED, _FLAT = ("view", "reshape", torch.reshape), ("flatten", torch.flatten)
 _SCALES = (operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div")
+_POINTWISE = (*_SCALES, operator.imul, operator.itruediv, torch.tanh, "tanh", *_CASTS)
+_SIZED, _FLAT = ("view", "reshape", torch.reshape), ("flatten", torch.flatten)
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
               "label_smoothing")  # fmt: skip
 _NEUTRAL = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}

@@ -60,13 +60,16 @@ class _Symbols:
         self._graph, self.tracer = graph, GraphAppendingTracer(graph)
         self._nodes: dict[str, fx.Node] = {}
         self._dims: dict[str, tuple[fx.Node, int]] = {}
-        for node in graph.nodes:
+        taken = graph.find_nodes(op="placeholder")
+        self._last = taken[-1] if taken else None
+        for node in taken:
             value = node.meta.get("val")
-            if isinstance(value, torch.SymInt):
-                self._nodes.setdefault(str(value), node)
-            elif node.op == "placeholder" and isinstance(value, torch.Tensor):
-                for i, size in enumerate(value.shape):
-                    self._dims.setdefault(str(size), (node, i))
+            for i, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                self._dims.setdefault(str(size), (node, i))
+        for node in graph.nodes:
+            if isinstance(value := node.meta.get("val"), torch.SymInt):
+                if node in taken or str(value) not in self._dims:
+                    self._nodes.setdefault(str(value), node)
 
     def __call__(self, sizes: Sequence[int]) -> list[Any]:
         """Sizes as arguments of a view: the only one that is a symbol is what is left."""
@@ -90,18 +93,14 @@ class _Symbols:
             return [self._computed(n) if isinstance(n, torch.SymInt) else n for n in sizes]
 
     def _computed(self, size: torch.SymInt) -> fx.Node:
-        known: dict[Any, Any] = {}
-        for symbol in size.node.expr.free_symbols:
-            found = self._nodes.get(str(symbol))
-            if found is None or found.op != "placeholder":
-                found = self._graph.call_function(aten.sym_size.int, self._dims[str(symbol)])
-            known[symbol] = fx.Proxy(found, self.tracer)
-        return sympy_interp(PythonReferenceAnalysis, known, size.node.expr).node
+        expr = size.node.expr
+        known = {x: fx.Proxy(self._symbol(str(x)), self.tracer) for x in expr.free_symbols}
+        return sympy_interp(PythonReferenceAnalysis, known, expr).node
 
     def _symbol(self, name: str) -> fx.Node:
         if name not in self._nodes:
-            node, i = self._dims[name]
-            self._nodes[name] = self._graph.call_function(aten.sym_size.int, (node, i))
+            with self._graph.inserting_after(self._last):  # before whatever may need it
+                self._nodes[name] = self._graph.call_function(aten.sym_size.int, self._dims[name])
         return self._nodes[name]
 
 

@@ -287,7 +287,7 @@ class Layout:
                 start = int(codes[0, 0]) % (1 << _SHIFT)
                 starts.add(start)
             full = self.grid(expr, dims)
-            part = full[..., start : start + width].reshape(1 if rows == 1 else m, -1)
+            part = full[..., start : start + width].reshape(rows, -1)
             if not codes.equal(part):  # which the last column may end
                 return None
             found.append(Elements(full))
