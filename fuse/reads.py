@@ -25,6 +25,7 @@ from coda_agent.fuse.nodes import (
     is_pointwise,
     is_repeated,
     numel,
+    operands,
     root,
 )  # fmt: skip
 
@@ -46,7 +47,9 @@ def read_along(
         Nodes to be added to it.
     """
     whole = max(map(numel, nodes))
-    others = others | nodes
+    # A square product's own operands have the result's extent, and are no tiles of its epilogue.
+    own = {x for n in nodes if n.target in PRODUCTS for x in operands(n)}
+    others = others | nodes | own | {root(x) for x in own}
     read = {x for n in nodes for x in n.all_input_nodes if x not in nodes and numel(x) == whole}
     reads, made = {root(x) for x in read}, set[fx.Node]()
     tiles = _tiles(read | reads, others, whole)

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
     from coda_agent.agent.judge.samples import Samples
 
-_ALONE = {"joint_custom_post_pass": None, "triton.cudagraphs": False}
-"""What is compiled to be timed has no pass that asks for it, nor graphs of CUDA of its own."""
+_ALONE = {"joint_custom_post_pass": None, "triton.cudagraphs": False, "cpp_wrapper": False}
+"""What is compiled to be timed has no pass that asks for it, nor graphs of CUDA of its own, and is
+called from Python, where what asks becomes a package, too."""
 _ROUNDS, _CALLS = 11, 4
 """How often ways to run a plan are timed beside each other in loops, and calls of a loop."""
 _GPU_ROUNDS = 29
@@ -42,10 +43,14 @@ class Inductor:
         from torch._guards import tracing
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.virtualized import V
         from torch.fx.experimental.proxy_tensor import make_fx
 
         # Nothing of a graph that is being compiled around this, nor the pass that asks for it.
-        with alone(), torch.no_grad(), tracing(None), config.patch(_ALONE):
+        with (
+            alone(), torch.no_grad(), tracing(None),
+            V.set_aot_compilation(False), config.patch(_ALONE),
+        ):  # fmt: skip
             given: list[Any] = [t.detach() for t in tensors]
             trace = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)
             traced = trace(*given)  # what was packed before is no input

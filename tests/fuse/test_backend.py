@@ -82,6 +82,21 @@ def test_autocast(seen: list[Shown]) -> None:
     assert counts(seen)[0] >= 7
 
 
+def test_a_square_product_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operand, which is cast, has the extent of its result, and is no tile of its epilogue."""
+    known = kernels_of(monkeypatch)
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(24, 64)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return torch.relu(layer(x)) / 2
+
+    exact = torch.relu(x.double() @ layer.weight.double().T + layer.bias.double()) / 2
+    found = fuse(run, dynamic=False)(x).double()
+    assert (found - exact).norm() < 1.05 * (run(x).double() - exact).norm() and known == [1]
+
+
 def kernels_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many kernels each compiled graph calls from now on."""
     known, called = list[int](), backend._called

@@ -1,6 +1,9 @@
 """Which way runs a graph: timed on a GPU, and kept."""
 
+import contextlib
 import operator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,15 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import compile_fx, config
 
+from coda_agent.agent.execution import pool
 from coda_agent.agent.judge import timing, tuner
+from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.fuse import backend, build, choice, joint, verify
 from coda_agent.fuse import timing as ways
 from coda_agent.fuse.around import around
 from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
+from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime import program_operator
+from coda_agent.runtime import program_operator, tile_choice
 from tests.fuse.test_regions import D, H, drawn
 
 CAT = torch.ops.aten.cat.default
@@ -139,7 +145,8 @@ def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
     tiles = [TileConfig(128, 128), TileConfig(128, 192), TileConfig(64, 256)]
     asked = []
 
-    def likely(_: Any, shape: Any, dtype: str) -> list[TileConfig]:
+    def likely(_: Any, shape: Any, dtype: str, *, spills: Any) -> list[TileConfig]:
+        assert not spills
         asked.append((shape, dtype))
         return tiles
 
@@ -240,3 +247,33 @@ def test_inductor_is_given_one_graph_of_atens_calls(monkeypatch: pytest.MonkeyPa
     (graph,) = graphs
     called = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     assert all(isinstance(x, torch._ops.OpOverload) or x is operator.getitem for x in called)
+
+
+def test_tiles_that_spill_or_fail_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [drawn(16384, H), drawn(D, H)]
+    known, kernels = chosen(recorded(lambda x, w: torch.tanh(F.linear(x, w)), args).graph)
+    (region,) = known.regions
+    kernel, shape = kernels[region], (16384, D, H)
+    monkeypatch.setattr(build, "likely_tiles", partial(tile_choice.likely_tiles, gpu="NVIDIA H200"))
+    monkeypatch.setattr(build, "_SPILLS", {})
+    before = build.tiles_of(kernel, shape)
+    assert len(before) == build.TILES and len({(x.tile_m, x.tile_n) for x in before}) > 1
+    compiled = list[TileConfig]()
+
+    class Pool(contextlib.nullcontext[Any]):
+        def map(self, jobs: list[CompileJob], _: Any) -> list[Any]:
+            compiled.extend(job.config for job in jobs)
+            return [
+                CompileError("no") if job.config == before[0]
+                else SimpleNamespace(local_stores=400 * (job.config in before))
+                for job in jobs
+            ]  # fmt: skip
+
+    monkeypatch.setattr(pool, "CompilePool", lambda _: Pool(Pool()))
+    build.build([(region, kernel)], torch.device("cpu"))
+    after = build.tiles_of(kernel, shape)
+    assert compiled[:3] == before and {*after} <= {*compiled} and len(after) == build.TILES
+    assert before[0] not in after and not {*before} & {*after}
+    count = len(compiled)
+    build.build([(region, kernel)], torch.device("cpu"))
+    assert len(compiled) == count
