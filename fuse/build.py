@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -18,18 +20,25 @@ from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.program_operator import function_of
 from coda_agent.runtime.tile_choice import likely_tiles
 
-TILES, _REGISTERS = 2, (176, 128)
+TILES, _ACCUMULATORS = 2, 128
 """Likely tiles that are tried where nothing was measured of a kernel, of other sizes each; then the
-likeliest one with so many accumulators a thread at most. Of 17 kernels of a training step on an
-H100 the fastest was always among the first three, and another cluster of the same tile was within
-1 % of it, or up to twice as slow. But epilogues of many vectors and sums spill at all of those:
-logits beside a bias, their logarithm of a sum and a row's label took 2.7 ms of an H200, where
-Inductor's took 1.7."""
+likeliest of ping-pong kernels with so many accumulators a thread at most. Of 26 kernels of training
+steps on an H200 the fastest was among them, and on an H100 another cluster of the same tile was
+within 1 % of it, or up to twice as slow. Epilogues of many vectors and sums spill at the likely
+tiles: at the third, six of BERT's twelve kernels took 0.63 to 0.85 of the time (H200)."""
 _FAILED: set[tuple[str, TileConfig]] = set()
 
 
-def build(kernels: Sequence[tuple[Region, Kernel]], device: torch.device) -> None:
-    """Compile the kernels of regions, with their tiles, into the cache of objects."""
+def build(
+    kernels: Sequence[tuple[Region, Kernel]], device: torch.device, meanwhile: Callable[[], None]
+) -> None:
+    """Compile the kernels of regions, with their tiles, into the cache of objects.
+
+    Args:
+        kernels: They.
+        device: Where they run.
+        meanwhile: What this process does beside that.
+    """
     from coda_agent.agent.execution.pool import CompilePool
 
     jobs: list[CompileJob] = []
@@ -37,8 +46,13 @@ def build(kernels: Sequence[tuple[Region, Kernel]], device: torch.device) -> Non
         with suppress(torch.OutOfMemoryError):  # as where it is tried
             jobs += _jobs(region, kernel, device)
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    with CompilePool(max(1, min(cores, len(jobs), 14))) as pool:
-        for job, built in zip(jobs, pool.map(jobs, lambda *_: None), strict=True):
+    with (
+        ThreadPoolExecutor(1) as aside,
+        CompilePool(max(1, min(cores, len(jobs), 14))) as pool,
+    ):
+        building = aside.submit(pool.map, jobs, lambda *_: None)
+        meanwhile()
+        for job, built in zip(jobs, building.result(), strict=True):
             if isinstance(built, CompileError):
                 _FAILED.add((job.program.digest, job.config))
 
@@ -74,14 +88,8 @@ def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
         if tile not in failed:
             sizes.setdefault((tile.tile_m, tile.tile_n, tile.pingpong), tile)
     tiles = [*sizes.values()]
-    small = [[x for x in tiles[TILES:] if _accumulators(x) <= most][:1] for most in _REGISTERS]
-    return [*dict.fromkeys([*tiles[:TILES], *small[0], *small[1]])]
-
-
-def _accumulators(tile: TileConfig) -> int:
-    """Elements of a tile that a thread has."""
-    threads = 128 if tile.pingpong or tile.tile_m == 64 else 256
-    return tile.tile_m * tile.tile_n // threads
+    small = (x for x in tiles[TILES:] if x.pingpong and x.tile_m * x.tile_n <= 128 * _ACCUMULATORS)
+    return [*tiles[:TILES], *itertools.islice(small, 1)]
 
 
 def _is_turned(x: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -65,17 +65,9 @@ def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str
     text = kernel.text if kernel.like else _tiled(place.region, kernel, device)
     given = drawn(place.part, place.region, device)
     inputs = [x for x in given if isinstance(x, torch.Tensor)]
-
-    def compiled(call: Callable[..., Any]) -> Inductor:
-        def function(*tensors: torch.Tensor) -> Any:
-            rest = iter(tensors)
-            return call(*(next(rest) if isinstance(x, torch.Tensor) else x for x in given))
-
-        return Inductor(function)
-
-    own = compiled(fx.GraphModule({}, place.part))
+    own = _AHEAD.pop(described(place.part), None) or _own(place, given)
     with torch.no_grad():
-        ours = compiled(place.by_kernel(text, place.packed(given)))
+        ours = _compiled(place.by_kernel(text, place.packed(given)), given)
         for call in (own, ours):  # it is compiled at its first call
             call(*inputs)
         ways = {"torch.compile": lambda: own(*inputs), "the kernel": lambda: ours(*inputs)}
@@ -83,6 +75,34 @@ def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str
     times = "in us " + ", ".join(f"{name} {time:.1f}" for name, time in found.items())
     loss = "" if best == "the kernel" else f"gains nothing: {times}"
     return {"text": text, "loss": loss, "times": times}
+
+
+def compile_ahead(place: Around, device: torch.device) -> None:
+    """Compile Inductor's code of what a kernel is timed beside."""
+    if described(place.part) not in _AHEAD:
+        with suppress(torch.OutOfMemoryError):  # as where it is timed
+            given = drawn(place.part, place.region, device)
+            own = _own(place, given)
+            own.compile([x for x in given if isinstance(x, torch.Tensor)])
+            _AHEAD[described(place.part)] = own
+
+
+_AHEAD: dict[str, Inductor] = {}
+
+
+def _own(place: Around, given: Sequence[Any]) -> Inductor:
+    return _compiled(fx.GraphModule({}, place.part), given)
+
+
+def _compiled(call: Callable[..., Any], given: Sequence[Any]) -> Inductor:
+    """Let Inductor compile a call, as a function of the tensors among what is given to it."""
+    others = [None if isinstance(x, torch.Tensor) else x for x in given]
+
+    def function(*tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        return call(*(next(rest) if x is None else x for x in others))
+
+    return Inductor(function)
 
 
 def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.around import Around, alone, around
 from coda_agent.fuse.build import build
-from coda_agent.fuse.choice import timed, untimed
+from coda_agent.fuse.choice import compile_ahead, timed, untimed
 from coda_agent.fuse.hints import hinted
 from coda_agent.fuse.kept import SOURCES
 from coda_agent.fuse.kernels import Kernel, chosen
@@ -111,7 +111,13 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
         if timing:
             new = {_key(x, kernels[r]): (x, kernels[r]) for r, x in places.items()}
             left = [pair for key, pair in new.items() if key not in _JUDGED]
-            build([(x.region, k) for x, k in left if untimed(x, k, device)], device)
+            left = [(x, kernel) for x, kernel in left if untimed(x, kernel, device)]
+
+            def meanwhile() -> None:
+                for place, _ in left:
+                    compile_ahead(place, device)
+
+            build([(x.region, kernel) for x, kernel in left], device, meanwhile)
         for region, place in places.items():
             found = _judged(place, kernels[region], device)
             if isinstance(found, str):

@@ -38,6 +38,10 @@ class Inductor:
             self._compiled = self._for(tensors)
         return [*self._compiled(*tensors)]
 
+    def compile(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compile for such tensors."""
+        self._compiled = self._for(tensors)
+
     def _for(self, tensors: Sequence[torch.Tensor]) -> Any:
         import torch
         from torch._guards import tracing

@@ -6,6 +6,9 @@ prints goes to a third pipe, whose last lines are kept for the error message.
 A child leads a group of processes, its compilers among them. `close()` kills the group; where the
 process that started it was killed instead, the child notices that nobody can send jobs any more,
 and kills the group itself.
+
+A child can be a fork of another one, which has imported what takes seconds: it opens the fork's
+pipes, and says how the fork ended.
 """
 
 import contextlib
@@ -36,6 +39,9 @@ _PASSED = (
     "CUDA_PATH", "QUACK_CACHE_DIR", "XDG_CACHE_HOME",
 )  # fmt: skip
 _LENGTH = struct.Struct(">Q")
+_FORK, _WAIT, _WAIT_S = "fork", "wait", 10.0
+"""Jobs of a child that others are forks of: by the pipes of a new one, and by the number of one
+that ends."""
 
 
 class ChildError(Exception):
@@ -86,12 +92,14 @@ class Child:
             that can be had.
         mute: Whether the end of what it writes to stderr is kept for the error message; else it
             goes to this process's.
+        origin: A child that it is a fork of, in the place of a process that begins anew.
     """
 
     def __init__(
         self,
         module: str,
         *,
+        origin: "Child | None" = None,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         confine: bool = False,
@@ -99,8 +107,9 @@ class Child:
     ) -> None:
         self._module, self._extra = module, dict(environment or {})
         self._prefix, self._confine, self._mute = prefix, confine, mute
+        self._origin = origin
         self._using = threading.RLock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | _Fork | None = None
         self._scratch = ""
         self._jobs = self._results = self._output = -1
         self._buffer = bytearray()
@@ -123,16 +132,40 @@ class Child:
             if self._confine:
                 command = confined(command, self._scratch)
             try:
-                self._process = subprocess.Popen(
-                    command, stdin=stdin, stdout=log, stderr=log if self._mute else None,
-                    pass_fds=(out,), cwd="/", start_new_session=True,
-                    env=_scrubbed({"TMPDIR": self._scratch, **self._extra}),
-                )  # fmt: skip
+                if self._origin is not None:
+                    self._process = self._origin.fork((stdin, out, log), self._scratch)
+                else:
+                    self._process = subprocess.Popen(
+                        command, stdin=stdin, stdout=log, stderr=log if self._mute else None,
+                        pass_fds=(out,), cwd="/", start_new_session=True,
+                        env=_scrubbed({"TMPDIR": self._scratch, **self._extra}),
+                    )  # fmt: skip
             finally:
                 for fd in (stdin, out, log):
                     os.close(fd)
                 if self._process is None:
                     self._forget()
+
+    def fork(self, pipes: Sequence[int], scratch: str) -> "_Fork":
+        """Fork the child.
+
+        Args:
+            pipes: Its ends of this process's pipes: jobs, results, and what it prints.
+            scratch: Its folder for files.
+
+        Raises:
+            ChildError: this child is gone.
+        """
+        places = [f"/proc/{os.getpid()}/fd/{pipe}" for pipe in pipes]
+        job = {_FORK: places, "scratch": scratch}
+        return _Fork(self.call(job, timeout_s=START_TIMEOUT_S), self)
+
+    def ended(self, pid: int) -> int | None:
+        """Say how a fork ended; None while it runs. Where this child is gone, so is the fork."""
+        try:
+            return self.call({_WAIT: pid}, timeout_s=_WAIT_S) if self._ready else -signal.SIGKILL
+        except ChildError:
+            return -signal.SIGKILL
 
     def call(
         self,
@@ -237,6 +270,27 @@ class Child:
         return f"{how}: {said}" if said else how
 
 
+@dataclass(frozen=True)
+class _Fork:
+    """A child's fork, as a process."""
+
+    pid: int
+    origin: Child
+
+    def wait(self, timeout: float = _WAIT_S) -> int:
+        """Its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs.
+        """
+        end = time.monotonic() + timeout
+        while (status := self.origin.ended(self.pid)) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
+        return status
+
+
 def _scrubbed(extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child: the few variables that are passed on, and `extra`."""
     kept = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -260,22 +314,58 @@ def serve(
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    _watch(jobs)
+    first()
+    while (pipe := _converse(jobs, results, handler)) is not None:
+        jobs = pipe
+        _watch(jobs)
+
+
+def _watch(jobs: int) -> None:
     # A descriptor of its own: on a loaded machine the thread polls for the first time after a job
     # raised and `jobs` was closed.
     threading.Thread(target=_end_with_parent, args=(os.dup(jobs),), daemon=True).start()
+
+
+def _converse(
+    jobs: int,
+    results: int,
+    handler: Callable[[dict[str, Any], Callable[[Any], None]], Any],
+) -> int | None:
+    """Answer jobs until nobody sends any; in a fork its own pipe of jobs, beside its own results,
+    which take the place of these."""
 
     def send(record: dict[str, Any]) -> None:
         data = json.dumps(record).encode() + b"\n"
         while data:
             data = data[os.write(results, data) :]
 
-    first()
     send({"answer": "ready"})
     with io.FileIO(jobs) as raw, io.BufferedReader(raw) as pipe:
         while head := pipe.read(_LENGTH.size):
             (size,) = _LENGTH.unpack(head)
             job = json.loads(pipe.read(size))
-            send({"answer": handler(job, lambda record: send({"progress": record}))})
+            if _FORK in job:
+                own, out, log = (
+                    os.open(x, os.O_CLOEXEC | (os.O_WRONLY if i else os.O_RDONLY))
+                    for i, x in enumerate(job[_FORK])
+                )
+                if not (pid := os.fork()):
+                    os.setsid()
+                    for fd, place in (log, 1), (log, 2), (out, results):
+                        os.dup2(fd, place, inheritable=place < 3)
+                    os.environ["TMPDIR"], tempfile.tempdir = job["scratch"], None
+                for fd in (out, log, own)[: 3 if pid else 2]:
+                    os.close(fd)
+                if not pid:
+                    return own
+                send({"answer": pid})
+            elif _WAIT in job:
+                pid, status = os.waitpid(job[_WAIT], os.WNOHANG)
+                send({"answer": os.waitstatus_to_exitcode(status) if pid else None})
+            else:
+                send({"answer": handler(job, lambda record: send({"progress": record}))})
+    return None
 
 
 def _end_with_parent(jobs: int) -> None:

@@ -45,7 +45,9 @@ class CompilePool:
             "OMP_NUM_THREADS": "1",  # there is a worker for each core
         }
         extra |= environment or {}
-        self._workers = [Child(module, environment=extra) for _ in range(self.size)]
+        # Imports take 5 to 10 s of a core: one child imports, and workers are forks of it.
+        self._origin = Child(module, environment=extra)
+        self._workers = [Child(module, origin=self._origin) for _ in range(self.size)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(self.size)
@@ -57,10 +59,8 @@ class CompilePool:
         self.close()
 
     def start(self) -> None:
-        """Begin to start a worker, so that its imports overlap with other work."""
-        worker = self._idle.get()
-        worker.start()
-        self._idle.put(worker)
+        """Begin to import, beside other work."""
+        self._origin.start()
 
     def run(self, job: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
         """One job's result, as data.
@@ -112,5 +112,5 @@ class CompilePool:
     def close(self) -> None:
         """Kill every worker."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
+        for worker in (*self._workers, self._origin):
             worker.close()

@@ -20,11 +20,15 @@ HERE = str(Path(__file__).parent)
 Fault = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Child]:
-    child = Child("faulty_child", environment={"PYTHONPATH": HERE})
+@pytest.fixture(scope="module", params=["new", "fork"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Child]:
+    """A child that began anew, or as a fork of another one."""
+    origin = child = Child("faulty_child", environment={"PYTHONPATH": HERE})
+    if request.param == "fork":
+        child = Child("faulty_child", origin=origin)
     yield child
     child.close()
+    origin.close()
 
 
 @pytest.fixture
