@@ -36,7 +36,7 @@ from coda_agent.fuse.nodes import (
     shape_of,
 )
 from coda_agent.fuse.reads import read_along
-from coda_agent.fuse.stores import compute_again, stored_of
+from coda_agent.fuse.stores import compute_again, gathered_of, stored_of
 
 aten = torch.ops.aten
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -179,6 +179,9 @@ def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
         if not nodes.issuperset(products):
             return "needs another product of its own A"
         stored = stored_of(known.graph, nodes)
+        if picked := gathered_of(nodes, stored):
+            without |= picked
+            continue
         part, originals = extracted(known, nodes, stored)
         local = composed(part)
         if isinstance(local, Refusal):

