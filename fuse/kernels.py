@@ -90,11 +90,14 @@ def called(
     """
     a, b, operands = arguments(composition, entered)
     stored = torch.ops.coda_agent.kernel.default(a, b, operands, program=text)
-    names = [*composition.program.outputs]
-    return {
-        port.node: _convert(port.restored(stored[names.index(port.name)], sized), port.dtype)
-        for port in composition.outputs.values()
-    }
+    kinds, results = composition.program.outputs, dict[fx.Node | None, Any]()
+    names = [*kinds]
+    for port in composition.outputs.values():
+        x = port.restored(stored[names.index(port.name)], sized)
+        # A cast to the type that a value has copies it under AOTAutograd, where it is a slice.
+        in_float32 = issubclass(kinds[port.name], Reduction | RowGather)
+        results[port.node] = _convert(x, port.dtype) if in_float32 else x
+    return results
 
 
 def arguments(composition: Composition, entered: Callable[[Port], Any]) -> tuple[Any, Any, list]:
