@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import torch
 
+from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.fuse.kernels import Kernel, dtype_name
 from coda_agent.fuse.regions import Region
@@ -29,32 +30,37 @@ tiles: at the third, six of BERT's twelve kernels took 0.63 to 0.85 of the time 
 _FAILED: set[tuple[str, TileConfig]] = set()
 
 
+def compilers() -> CompilePool:
+    """Make the pool that compiles kernels, which has no process before it is asked."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return CompilePool(max(1, min(cores, 14)))
+
+
 def build(
-    kernels: Sequence[tuple[Region, Kernel]], device: torch.device, meanwhile: Callable[[], None]
+    pool: CompilePool,
+    kernels: Sequence[tuple[Region, Kernel]],
+    device: torch.device,
+    meanwhile: Callable[[], None],
 ) -> None:
     """Compile the kernels of regions, with their tiles, into the cache of objects.
 
     Args:
+        pool: What compiles.
         kernels: They.
         device: Where they run.
         meanwhile: What this process does beside that.
     """
-    from coda_agent.agent.execution.pool import CompilePool
-
     jobs: list[CompileJob] = []
     for region, kernel in kernels:
         with suppress(torch.OutOfMemoryError):  # as where it is tried
             jobs += _jobs(region, kernel, device)
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    with (
-        ThreadPoolExecutor(1) as aside,
-        CompilePool(max(1, min(cores, len(jobs), 14))) as pool,
-    ):
-        building = aside.submit(pool.map, jobs, lambda *_: None)
-        meanwhile()
-        for job, built in zip(jobs, building.result(), strict=True):
-            if isinstance(built, CompileError):
-                _FAILED.add((job.program.digest, job.config))
+    aside = ThreadPoolExecutor(1)
+    building = aside.submit(pool.map, jobs, lambda *_: None)
+    aside.shutdown(wait=False)  # whoever interrupts this closes the pool
+    meanwhile()
+    for job, built in zip(jobs, building.result(), strict=True):
+        if isinstance(built, CompileError):
+            _FAILED.add((job.program.digest, job.config))
 
 
 def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[CompileJob]:

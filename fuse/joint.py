@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.around import Around, alone, around
-from coda_agent.fuse.build import build
+from coda_agent.fuse.build import build, compilers
 from coda_agent.fuse.choice import compile_ahead, timed, untimed
 from coda_agent.fuse.hints import hinted
-from coda_agent.fuse.kept import SOURCES
+from coda_agent.fuse.kept import SOURCES, path_of, remember, remembered
 from coda_agent.fuse.kernels import Kernel, chosen
 from coda_agent.fuse.nodes import PRODUCTS
 from coda_agent.fuse.regions import described
@@ -102,13 +102,16 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
     devices = {node.meta["val"].device for node in products}
     if len(devices) != 1 or ((device := devices.pop()).type == "cuda" and not supported(device)):
         return
-    with _disable_current_modes(), unset_fake_temporarily(), hinted(graph):
+    made = compilers() if device.type == "cuda" else nullcontext()
+    with _disable_current_modes(), unset_fake_temporarily(), hinted(graph), made as pool:
+        path = path_of("graph", described(graph))
+        if pool and not remembered(path):  # there is something to compile
+            pool.start()
         notes = prepare(graph, fp8=fp8)
         known, kernels = chosen(graph)
-        timing = device.type == "cuda"
-        placed = partial(around, known, constants=_constants(graph)) if timing else alone
+        placed = partial(around, known, constants=_constants(graph)) if pool else alone
         places = {region: placed(region) for region in known.regions}
-        if timing:
+        if pool:
             new = {_key(x, kernels[r]): (x, kernels[r]) for r, x in places.items()}
             left = [pair for key, pair in new.items() if key not in _JUDGED]
             left = [(x, kernel) for x, kernel in left if untimed(x, kernel, device)]
@@ -117,7 +120,8 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
                 for place, _ in left:
                     compile_ahead(place, device)
 
-            build([(x.region, kernel) for x, kernel in left], device, meanwhile)
+            build(pool, [(x.region, kernel) for x, kernel in left], device, meanwhile)
+            remember(path, True)
         for region, place in places.items():
             found = _judged(place, kernels[region], device)
             if isinstance(found, str):
