@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from coda_agent.agent.execution.confinement import confined
 
@@ -114,11 +114,16 @@ class Child:
         self._jobs = self._results = self._output = -1
         self._buffer = bytearray()
         self._log = self._unsent = b""
-        self._ready = False
+        self._ready = self._over = False
 
     def start(self) -> None:
-        """Begin to start the child, so that its imports overlap with other work."""
+        """Begin to start the child, so that its imports overlap with other work.
+
+        Raises:
+            ChildError: it was closed for good, or what it is to be a fork of is gone.
+        """
         with self._using:
+            self._check_open()
             if self._process is not None:
                 if not self._ready or not select.select([self._results], [], [], 0)[0]:
                     return
@@ -133,7 +138,7 @@ class Child:
                 command = confined(command, self._scratch)
             try:
                 if self._origin is not None:
-                    self._process = self._origin.fork((stdin, out, log), self._scratch)
+                    self._process = _Fork.of(self._origin, (stdin, out, log), self._scratch)
                 else:
                     self._process = subprocess.Popen(
                         command, stdin=stdin, stdout=log, stderr=log if self._mute else None,
@@ -145,27 +150,12 @@ class Child:
                     os.close(fd)
                 if self._process is None:
                     self._forget()
+            self._check_open()  # whoever ended it meanwhile saw no process
 
-    def fork(self, pipes: Sequence[int], scratch: str) -> "_Fork":
-        """Fork the child.
-
-        Args:
-            pipes: Its ends of this process's pipes: jobs, results, and what it prints.
-            scratch: Its folder for files.
-
-        Raises:
-            ChildError: this child is gone.
-        """
-        places = [f"/proc/{os.getpid()}/fd/{pipe}" for pipe in pipes]
-        job = {_FORK: places, "scratch": scratch}
-        return _Fork(self.call(job, timeout_s=START_TIMEOUT_S), self)
-
-    def ended(self, pid: int) -> int | None:
-        """Say how a fork ended; None while it runs. Where this child is gone, so is the fork."""
-        try:
-            return self.call({_WAIT: pid}, timeout_s=_WAIT_S) if self._ready else -signal.SIGKILL
-        except ChildError:
-            return -signal.SIGKILL
+    def _check_open(self) -> None:
+        if self._over:
+            self.close()
+            raise ChildError("died", "it was closed")
 
     def call(
         self,
@@ -206,6 +196,16 @@ class Child:
             process.wait()
         with self._using:  # a call in another thread has noticed, and ended
             self._forget()
+
+    def end(self) -> None:
+        """Close it for good: who waits for its imports, or would fork it, waits no more."""
+        self._over = True
+        self.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether its imports are done."""
+        return self._ready
 
     def _forget(self) -> None:
         for fd in (self._jobs, self._results, self._output):
@@ -274,21 +274,39 @@ class Child:
 class _Fork:
     """A child's fork, as a process."""
 
-    pid: int
     origin: Child
+    pid: int
+
+    @classmethod
+    def of(cls, origin: Child, pipes: Sequence[int], scratch: str) -> Self:
+        """Fork a child.
+
+        Args:
+            origin: It.
+            pipes: The fork's ends of this process's pipes: jobs, results, and what it prints.
+            scratch: Its folder for files.
+
+        Raises:
+            ChildError: the child is gone.
+        """
+        places = [f"/proc/{os.getpid()}/fd/{pipe}" for pipe in pipes]
+        job = {_FORK: places, "scratch": scratch}
+        return cls(origin, origin.call(job, timeout_s=START_TIMEOUT_S))
 
     def wait(self, timeout: float = _WAIT_S) -> int:
-        """Its exit status.
+        """Its exit status; where the child is gone that it is a fork of, so is it.
 
         Raises:
             subprocess.TimeoutExpired: it runs.
         """
-        end = time.monotonic() + timeout
-        while (status := self.origin.ended(self.pid)) is None:
-            if time.monotonic() > end:
+        end, status = time.monotonic() + timeout, None
+        while self.origin.ready and status is None:
+            with contextlib.suppress(ChildError):
+                status = self.origin.call({_WAIT: self.pid}, timeout_s=_WAIT_S)
+            if status is None and time.monotonic() > end:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(0.01)
-        return status
+            time.sleep(0.01 * (status is None))
+        return -signal.SIGKILL if status is None else status
 
 
 def _scrubbed(extra: Mapping[str, str]) -> dict[str, str]:
@@ -350,8 +368,9 @@ def _converse(
                     os.open(x, os.O_CLOEXEC | (os.O_WRONLY if i else os.O_RDONLY))
                     for i, x in enumerate(job[_FORK])
                 )
-                if not (pid := os.fork()):
-                    os.setsid()
+                pid = os.fork()
+                os.setpgid(pid, pid)  # on both sides: whoever knows it may kill its group
+                if not pid:
                     for fd, place in (log, 1), (log, 2), (out, results):
                         os.dup2(fd, place, inheritable=place < 3)
                     os.environ["TMPDIR"], tempfile.tempdir = job["scratch"], None

@@ -112,5 +112,8 @@ class CompilePool:
     def close(self) -> None:
         """Kill every worker."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in (*self._workers, self._origin):
+        if not self._origin.ready:
+            self._origin.end()
+        for worker in self._workers:
             worker.close()
+        self._origin.end()

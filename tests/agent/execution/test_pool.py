@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,16 @@ def test_a_worker_that_fails_is_an_error_of_its_job_alone() -> None:
                 pool.run(job, timeout_s)
             assert caught.value.message == message and hint in caught.value.hint
             assert pool.run({"kind": "echo", "value": 5}, 20) == 5
+
+
+def test_a_pool_that_is_closed_waits_for_no_imports() -> None:
+    slow = {**FAULTY["environment"], "FAULTY_START_S": "30"}
+    with CompilePool(3, module="faulty_child", environment=slow) as pool:
+        jobs: Any = [{"kind": "echo", "value": i} for i in range(6)]
+        running = [pool._threads.submit(pool.run, job) for job in jobs]
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 5
+    wait(running, 5)
+    assert all(x.cancelled() or isinstance(x.exception(), CompileError) for x in running)
+    with pytest.raises(CompileError, match="it was closed"):
+        pool.run(jobs[0])
