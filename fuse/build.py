@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -15,7 +15,7 @@ from coda_agent.agent.judge.job import CompileJob
 from coda_agent.fuse.kernels import Kernel, dtype_name
 from coda_agent.fuse.regions import Region
 from coda_agent.fuse.verify import operands_of
-from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.program_operator import function_of
@@ -30,10 +30,14 @@ tiles: at the third, six of BERT's twelve kernels took 0.63 to 0.85 of the time 
 _FAILED: set[tuple[str, TileConfig]] = set()
 
 
-def compilers() -> CompilePool:
-    """Make the pool that compiles kernels, which has no process before it is asked."""
+def compilers() -> AbstractContextManager[CompilePool | None]:
+    """Make the pool that compiles kernels, which has no process before it is asked; none where it
+    could not hand on what it compiles: this process does it then."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return CompilePool(max(1, min(cores, 14)))
+    try:
+        return CompilePool(max(1, min(cores, 14)))
+    except MachineError:  # the cache cannot be written
+        return nullcontext()
 
 
 def build(

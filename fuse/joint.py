@@ -102,14 +102,15 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
     devices = {node.meta["val"].device for node in products}
     if len(devices) != 1 or ((device := devices.pop()).type == "cuda" and not supported(device)):
         return
-    made = compilers() if device.type == "cuda" else nullcontext()
+    timing = device.type == "cuda"
+    made = compilers() if timing else nullcontext()
     with _disable_current_modes(), unset_fake_temporarily(), hinted(graph), made as pool:
         path = path_of("graph", described(graph))
         if pool and not remembered(path):  # there is something to compile
             pool.start()
         notes = prepare(graph, fp8=fp8)
         known, kernels = chosen(graph)
-        placed = partial(around, known, constants=_constants(graph)) if pool else alone
+        placed = partial(around, known, constants=_constants(graph)) if timing else alone
         places = {region: placed(region) for region in known.regions}
         if pool:
             new = {_key(x, kernels[r]): (x, kernels[r]) for r, x in places.items()}

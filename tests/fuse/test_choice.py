@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import compile_fx, config
 
+from coda_agent.agent.execution import pool as pools
 from coda_agent.agent.judge import timing, tuner
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.samples import Samples
@@ -18,7 +19,7 @@ from coda_agent.fuse import timing as ways
 from coda_agent.fuse.around import around
 from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
-from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import program_operator, tile_choice
 from tests.fuse.test_regions import D, H, drawn
@@ -271,3 +272,16 @@ def test_tiles_of_fewer_registers_are_tried_and_none_that_failed(
     pool: Any = Pool()
     build.build(pool, [(region, kernel)], torch.device("cpu"), lambda: ahead.append(1))
     assert ahead == [1] and compiled == before and before[0] not in build.tiles_of(kernel, shape)
+
+
+def test_no_pool_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    with build.compilers() as pool:
+        assert pool is not None and pool.size == 1
+
+    def refused() -> Any:
+        raise MachineError("the cache cannot be written")
+
+    monkeypatch.setattr(pools, "writable_cache", refused)
+    with build.compilers() as pool:
+        assert pool is None
