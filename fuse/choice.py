@@ -79,12 +79,12 @@ def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str
 
 def compile_ahead(place: Around, device: torch.device) -> None:
     """Compile Inductor's code of what a kernel is timed beside."""
-    if described(place.part) not in _AHEAD:
+    if (text := described(place.part)) not in _AHEAD:
         with suppress(torch.OutOfMemoryError):  # as where it is timed
             given = drawn(place.part, place.region, device)
             own = _own(place, given)
             own.compile([x for x in given if isinstance(x, torch.Tensor)])
-            _AHEAD[described(place.part)] = own
+            _AHEAD[text] = own
 
 
 _AHEAD: dict[str, Inductor] = {}

@@ -299,14 +299,16 @@ class _Fork:
         Raises:
             subprocess.TimeoutExpired: it runs.
         """
-        end, status = time.monotonic() + timeout, None
-        while self.origin.ready and status is None:
+        end = time.monotonic() + timeout
+        while self.origin.ready:
             with contextlib.suppress(ChildError):
                 status = self.origin.call({_WAIT: self.pid}, timeout_s=_WAIT_S)
-            if status is None and time.monotonic() > end:
+                if status is not None:
+                    return status
+            if time.monotonic() > end:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(0.01 * (status is None))
-        return -signal.SIGKILL if status is None else status
+            time.sleep(0.01)
+        return -signal.SIGKILL
 
 
 def _scrubbed(extra: Mapping[str, str]) -> dict[str, str]:
@@ -380,7 +382,9 @@ def _converse(
                     return own
                 send({"answer": pid})
             elif _WAIT in job:
-                pid, status = os.waitpid(job[_WAIT], os.WNOHANG)
+                pid, status = -1, signal.SIGKILL
+                with contextlib.suppress(ChildProcessError):  # of one that was before this
+                    pid, status = os.waitpid(job[_WAIT], os.WNOHANG)
                 send({"answer": os.waitstatus_to_exitcode(status) if pid else None})
             else:
                 send({"answer": handler(job, lambda record: send({"progress": record}))})

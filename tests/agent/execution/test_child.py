@@ -157,3 +157,21 @@ def test_all_ends_with_a_parent_that_is_killed() -> None:
         assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
         parent.kill()
     wait_for_end(pids)
+
+
+def test_a_fork_outlives_what_it_is_a_fork_of() -> None:
+    origin = Child("faulty_child", environment={"PYTHONPATH": HERE})
+    first, second = (Child("faulty_child", origin=origin) for _ in range(2))
+    try:
+        pids = [answer(x, "about")["pid"] for x in (first, origin)]
+        os.kill(pids[1], signal.SIGKILL)
+        assert answer(first, "echo", value=1) == 1
+        origin.close()
+        assert answer(second, "echo", value=2) == 2  # of another one
+        before = answer(origin, "about")["pid"]
+        first.close()
+        assert answer(origin, "about")["pid"] == before
+        wait_for_end(pids)
+    finally:
+        for child in (first, second, origin):
+            child.close()
