@@ -27,9 +27,12 @@ from coda_agent.fuse.nodes import (
     CASTS,
     PLAIN,
     SUM,
+    TURNS,
+    VIEWS,
     bytes_of,
     constant,
     copied,
+    is_pointwise,
     make,
     numel,
     padded,
@@ -207,6 +210,7 @@ class _Some:
         self._rows, self._zone, self._make = rows, rows.zone, rows.make
         self._start, self._stop = start, stop
         self.values: dict[fx.Node, fx.Node] = {}
+        self._numbers: dict[fx.Node, fx.Node] = {}
         nodes = {*self._zone.nodes, *self._zone.ends}
         for node in [n for n in rows.graph.nodes if n in nodes]:
             self.values[node] = self._ended(node) if node in self._zone.ends else self._called(node)
@@ -272,12 +276,31 @@ class _Some:
         columns = own[-1] if self._zone.kind(node) > 1 else 1
         if columns > 1 and math.prod(own[:-1]) == 1:
             return self._make(aten.view.default, x, [1, columns])
+        if columns == 1 and math.prod(own) == self._zone.rows:
+            return self._number(x)
         whole = [*shape[:-1], columns] if self._zone.kind(node) > 1 else [*shape]
         if [*value.shape] != whole:
             x = self._make(aten.expand.default, x, whole)
         if len(whole) != 2 or whole[1] != columns:
             x = self._make(aten.reshape.default, x, [self._zone.rows, columns])
         return self._slice(x, 0)
+
+    def _number(self, x: fx.Node) -> fx.Node:
+        """Compute these rows' numbers of those that they are made of. Cut from all rows' ones, what
+        is held of them were one table, and Inductor joined all rows' gradients that read it."""
+        if x not in self._numbers:
+            inputs, rows = x.all_input_nodes, self._zone.rows
+            plain = {numel(i) for i in inputs if i.meta["val"].ndim} == {rows}
+            if plain and x.target in VIEWS and x.target not in TURNS:
+                found = self._number(inputs[0])
+            elif plain and x.target not in VIEWS and is_pointwise(x):
+                own = {i: self._number(i) if i.meta["val"].ndim else i for i in inputs}
+                args: Any = fx.map_arg((x.args, x.kwargs), own.__getitem__)
+                found = self._make(x.target, *args[0], **args[1])
+            else:
+                found = self._slice(self._make(aten.reshape.default, x, [rows, 1]), 0)
+            self._numbers[x] = found
+        return self._numbers[x]
 
     def _slice(self, x: Any, dim: int) -> fx.Node:
         return self._make(aten.slice.Tensor, x, dim, self._start, self._stop)

@@ -41,8 +41,7 @@ def hold_tables(graph: fx.Graph) -> list[str]:
 
 
 def _rows(node: fx.Node) -> set[fx.Node]:
-    """What each row has of what is computed with a row's label, compared with all columns. Of some
-    rows at a time it has slices: held, Inductor computed all of these at once, of all logits."""
+    """What each row has of what is computed with a row's label, compared with all columns."""
     counted = any(root(x, *SHAPES, *CASTS).target is _IOTA for x in node.all_input_nodes)
     if not counted or numel(node) < WIDE or node.meta["val"].shape[-1] % 16:
         return set()  # Inductor pads the products of odd columns, each with gradients of its own
