@@ -72,6 +72,7 @@ class Around:
         before = [node for node in self.part.nodes if node not in later]
         behind = [node for node in self.part.nodes if node in later - inside]
         results_of: Any = self.part.output_node().args[0]
+        shown = {x: n for n, x in self.places.items() if any(u.op == "output" for u in n.users)}
         known = self.region.composition
 
         def call(*inputs: Any) -> list[Any]:
@@ -85,9 +86,15 @@ class Around:
             results = called(known, text, at)
             values.update((self.places[n], x) for n, x in results.items() if n is not None)
             evaluate(behind, values)
-            return [values[node] for node in results_of]
+            return [_laid(values[node], shown.get(node)) for node in results_of]
 
         return call
+
+
+def _laid(x: torch.Tensor, result: fx.Node | None) -> torch.Tensor:
+    """Lay a result of the whole graph out as its readers expect: Inductor copies what is not."""
+    whole = result is not None and result.meta["val"].is_contiguous()
+    return x.contiguous() if whole else x
 
 
 def alone(region: Region) -> Around:

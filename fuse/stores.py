@@ -30,7 +30,7 @@ def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
     stored = {_unturned(n, nodes) if n in given else _narrowest(n, nodes) for n in read}
     wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
     roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
-    return stored | (roots if bytes_of(roots) <= bytes_of(wanted) else wanted)
+    return stored | (roots if bytes_of(roots) < bytes_of(wanted) else wanted)
 
 
 def gathered_of(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:

@@ -133,6 +133,24 @@ def test_a_kernel_is_timed_with_what_reads_its_results() -> None:
         assert torch.allclose(got.float(), own.float(), atol=6e-2, rtol=2e-2)
 
 
+def test_results_of_a_graph_are_timed_as_they_are_laid_out() -> None:
+    """Slices of what one kernel gives are copied; what is read in the graph is not."""
+
+    def both(x: Tensor, gate: Tensor, up: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        a, b = F.linear(x, gate).tanh(), F.linear(x, up)
+        return a, F.linear(b.cos(), v)
+
+    args = [drawn(24, H), drawn(D, H), drawn(D, H, seed=1), drawn(H, D)]
+    known, kernels = chosen(recorded(both, args).graph)
+    region = next(x for x in known.regions if len(x.products) == 2)
+    place = around(known, region)
+    given = verify.drawn(place.part, region, torch.device("cpu"))
+    found = place.by_kernel(kernels[region].text)(*given)
+    results = dict(zip(place.part.output_node().args[0], found, strict=True))
+    laid = {n.name: results[x].is_contiguous() for n, x in place.places.items() if x in results}
+    assert laid == {"tanh": True, "cos": False}
+
+
 def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
     monkeypatch: pytest.MonkeyPatch, a_gpu: None
 ) -> None:
