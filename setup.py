@@ -1,4 +1,4 @@
-"""Maps the package `coda_agent` onto the top-level folders; the rest is in pyproject.toml."""
+"""The map of package `coda_agent` onto top-level folders."""
 
 from setuptools import find_packages, setup
 

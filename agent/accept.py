@@ -1,4 +1,4 @@
-"""Acceptance: what generated/<kernel>/ holds after a verdict, and the commit that brings it there.
+"""What generated/<kernel>/ holds after a verdict, and the commit of it.
 
 A verdict takes the place of the evidence as a whole (`Evidence.yields_to`); one that refuses
 revokes. How the four files reach git is in `publish.py`.
@@ -22,7 +22,7 @@ from coda_agent.specs import Spec
 def accept(
     workspace: Workspace, spec: Spec, text: str, verdict: Verdict, *, author: str, run_id: str
 ) -> str | None:
-    """Stores a candidate that passed and commits it.
+    """Store a candidate that passed, and commit it.
 
     Returns:
         The commit, or None where HEAD already holds this program with evidence as strong.
@@ -42,7 +42,7 @@ def accept(
 def raise_or_revoke(
     workspace: Workspace, kernel: str, verdict: Verdict, *, run_id: str, text: str | None = None
 ) -> str | None:
-    """Brings a kernel's evidence in line with a new verdict and commits it.
+    """Bring a kernel's evidence in line with a verdict, and commit it.
 
     A pass raises the level, or keeps it: a machine that can show less than an earlier one did has
     contradicted nothing. A refusal revokes it. `text` is the program that was judged, by default
@@ -65,7 +65,7 @@ def raise_or_revoke(
 
 
 def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) -> str | None:
-    """Adds measured shapes to a kernel's tuned.json and commits it; None where nothing is new.
+    """Add measured shapes to a kernel's tuned.json; None where none is new.
 
     Raises:
         WorkspaceError: no such kernel; else as `accept`.
@@ -84,7 +84,7 @@ def _record(
     verb: str,
     reason: str,
 ) -> str | None:
-    """Publishes the four files as the stored evidence and a new verdict make them."""
+    """Publish the four files as stored evidence and a verdict make them."""
     measured: dict[str, Any] = {}
     if verdict.passed and verdict.tuned:
         measured = verdict.model_dump(mode="json")["tuned"]
@@ -114,8 +114,9 @@ def _message(evidence: Evidence, verb: str, reason: str) -> str:
 def _merged(
     known: Mapping[str, Any], measured: Mapping[str, Any], *, renew: bool = True
 ) -> dict[str, Any]:
-    """tuned.json with the entries of `measured` beside, or where `renew` is set in place of, those
-    of the same shape. One of the stored configuration changes nothing: times differ by noise.
+    """Merge measured entries; `renew` replaces those of the same shape.
+
+    One of the stored configuration changes nothing: times differ by noise.
     """
     merged: dict[str, Any] = {gpu: dict(types) for gpu, types in known.items()}
     for gpu, types in measured.items():
@@ -139,7 +140,7 @@ def _encode(tuned: Mapping[str, Any]) -> str:
 
 
 def _tuned(kernel: Kernel) -> dict[str, Any]:
-    """A kernel's tuned.json; empty where it is missing or damaged."""
+    """Read a kernel's tuned.json; empty where it is missing or damaged."""
     with contextlib.suppress(WorkspaceError):
         return dict(kernel.tuned)
     return {}

@@ -22,7 +22,7 @@ _US_ONLY = 1.1
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of one run; each is checked before the call that could pass it."""
+    """The limits of one run, checked before each call."""
 
     usd: float = 5.0
     steps: int = 1000
@@ -69,7 +69,7 @@ class Price:
 
     @classmethod
     def of(cls, per_million_in: float, per_million_out: float) -> "Price":
-        """From the two figures a user knows, by the usual rule for the cache.
+        """Make a price of two figures, by the cache's usual rule.
 
         Raises:
             CodaError: one of them is no amount of money.
@@ -82,7 +82,7 @@ class Price:
 
 
 class Prices:
-    """What `model` and others cost on a day, today by default; `given` goes before the list.
+    """What models cost on a day; `given` goes before the list.
 
     Raises:
         CodaError: the model is not in the list and no price was given.
@@ -95,7 +95,7 @@ class Prices:
         self.tiers(model)
 
     def tiers(self, model: str) -> list[Price]:
-        """The prices of a model, the tier for the longest prompts first."""
+        """List a model's prices, the tier for the longest prompts first."""
         if self._given and model == self.model:
             return [self._given]
         found: dict[int, tuple[date, Price]] = {}
@@ -116,7 +116,7 @@ class Prices:
         return [found[above][1] for above in sorted(found, reverse=True)]
 
     def cost(self, usage: Mapping[str, Any]) -> float:
-        """What a usage block costs, in USD.
+        """Count what a usage block costs, in USD.
 
         The entries of `iterations` are what is billed, where there are any: a compaction or another
         model's answer is in them and not in the sums at the top.
@@ -126,8 +126,7 @@ class Prices:
         return factor * sum(self._entry(entry) for entry in entries)
 
     def worst(self, context: int, output: int, model: str | None = None, cached: int = 0) -> float:
-        """The most a call can cost: what is not `cached` is written to the cache, for five minutes
-        where it follows what is cached, else for an hour."""
+        """Count the most a call can cost; what is `cached` is read."""
         price = self._tier(model or self.model, context)
         cached = min(cached, context)
         fresh = (context - cached) * max(price.write_5m if cached else price.write_1h, price.input)
@@ -154,7 +153,7 @@ class Prices:
 
 
 def tokens(usage: Mapping[str, Any]) -> int:
-    """All tokens of a usage block, cached or not."""
+    """Count all tokens of a usage block, cached or not."""
     keys = ("input_tokens", "output_tokens",
             "cache_read_input_tokens", "cache_creation_input_tokens")  # fmt: skip
     entries = usage.get("iterations") or [usage]
@@ -162,12 +161,12 @@ def tokens(usage: Mapping[str, Any]) -> int:
 
 
 def context(usage: Mapping[str, Any]) -> int:
-    """The tokens the next call will have to read: the last iteration's prompt and answer."""
+    """Count the tokens that the next call reads: last prompt and answer."""
     return tokens(_last(usage))
 
 
 def cached(usage: Mapping[str, Any]) -> int:
-    """The tokens that the next call can read from the cache."""
+    """Count the tokens that the next call can read from the cache."""
     keys = ("cache_read_input_tokens", "cache_creation_input_tokens")
     return sum(_last(usage).get(key) or 0 for key in keys)
 

@@ -1,4 +1,4 @@
-"""Calls of tools in a process of their own, which is killed to stop one.
+"""Calls of tools in a process that is killed to stop one.
 
 A thread cannot be stopped within a gate. A killed call loses nothing, since the log is on disk
 before each step. The process stays warm between calls, and what it started, as compilers and the
@@ -29,17 +29,17 @@ _SOON_S = 1.0
 
 
 class Calls:
-    """Does calls in a child, whose warnings and traces go to this process's stderr."""
+    """Does calls in a child, which writes to this process's stderr."""
 
     def __init__(self) -> None:
         self._child = Child(__name__, environment=dict(os.environ), mute=False)
 
     def start(self) -> None:
-        """Begin to start the child, whose imports overlap with what an agent reads."""
+        """Begin to start the child, while an agent reads."""
         self._child.start()
 
     def perform(self, workspace: Workspace, call: Call, observer: Observer) -> Reply:
-        """Do a call as `session.perform` does; what it raised is a reply too.
+        """Do a call as `session.perform`; what it raised is a reply too.
 
         Raises:
             CodaError: the call was stopped, or its process died.
@@ -54,7 +54,7 @@ class Calls:
         return Reply(**said)
 
     def stop(self) -> None:
-        """End the call that is under way, and be ready for the next."""
+        """End the call that is under way; be ready for the next."""
         self._child.close()
         self._child.start()
 
@@ -64,7 +64,7 @@ class Calls:
 
 
 def _handle(job: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
-    """One call."""
+    """Do one call."""
     workspace = Workspace(Path(job["root"]), Path(job["top"]))
     call = Call(**job["call"])
     return vars(answered(lambda: perform(workspace, call, lambda *event: tell(plain(event)))))

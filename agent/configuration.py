@@ -1,4 +1,4 @@
-"""A Hugging Face configuration, and the widths of a layer that it gives."""
+"""A Hugging Face configuration, and a layer's widths in it."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from coda_agent.primitives.objects import text_of
 
 
 def configuration(path: Path) -> dict[str, Any]:
-    """A Hugging Face config.json, or that of a folder, as an object.
+    """Read a Hugging Face config.json, or that of a folder.
 
     Raises:
         CodaError: it cannot be read, or is something else.
@@ -25,7 +25,7 @@ def configuration(path: Path) -> dict[str, Any]:
 
 
 def widths(about: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """The widths of a model's layer, as suites name them, by a configuration's keys.
+    """Take the widths of a model's layer, as suites name them.
 
     Raises:
         CodaError: `path` lacks one.
@@ -51,7 +51,7 @@ def widths(about: Mapping[str, Any], path: Path) -> dict[str, int]:
 
 
 def json_of(path: Path, text: str) -> Any:
-    """The JSON that a file's text is.
+    """Parse a file's text as JSON.
 
     Raises:
         CodaError: it is none.

@@ -48,13 +48,13 @@ class Item:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs of this machine, without importing torch; none where nvidia-smi does not answer."""
+    """List this machine's GPUs, as far as nvidia-smi answers, without torch."""
     rows = smi("gpu=uuid,name,compute_cap,driver_version")
     return [Gpu(*row) for row in rows if len(row) == 4]
 
 
 def package_version(distribution: str, module: str) -> str | None:
-    """A package's version, "unknown" of a source tree on the path; None where it is missing."""
+    """Find a package's version, "unknown" of a source tree; None where missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -62,7 +62,7 @@ def package_version(distribution: str, module: str) -> str | None:
 
 
 def diagnose(start: Path) -> tuple[list[Item], str | None]:
-    """Looks at the machine and at the repository `start` lies in.
+    """Look at the machine, and at the repository `start` lies in.
 
     Returns:
         The findings, and the highest level a kernel can reach here (None: not even `proved`).
@@ -90,7 +90,7 @@ def _python() -> Iterator[Item]:
 
 
 def _compiler() -> Item:
-    """The wheels of the compiler: there, of one version, and with the files that they brought.
+    """Check that the compiler's wheels are whole and of one version.
 
     Wheels of releases before 4.8 have files of one name with other contents: the one for CUDA 13
     over the base, or the reverse, is a compiler that fails in the middle of a kernel.
@@ -109,12 +109,12 @@ def _compiler() -> Item:
 
 
 def distributions() -> Iterator[importlib.metadata.Distribution]:
-    """The packages that are installed here."""
+    """List the packages that are installed here."""
     yield from importlib.metadata.distributions()
 
 
 def _whole(wheel: importlib.metadata.Distribution) -> bool:
-    """Whether a wheel's files are those that it brought: by digest, of libraries by size."""
+    """Whether a wheel's files are as brought, by digest, libraries by size."""
     for file in wheel.files or ():
         if file.size is None or file.hash is None or file.parts[0] == "..":
             continue  # made here: RECORD itself, and scripts
@@ -164,7 +164,7 @@ def _gpu() -> Iterator[Item]:
 
 
 def _dispatch(gpu: str) -> Item:
-    """Whether tiles are picked by what was measured on a GPU, or by the prior."""
+    """Say whether a GPU's tiles are picked by measurements or the prior."""
     from coda_agent.runtime.dispatch_tables import PACKAGED, file, read
 
     table, value = read(PACKAGED, gpu), None

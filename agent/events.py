@@ -1,4 +1,4 @@
-"""The events of a run: one class for each kind, whose fields are what the log's line holds.
+"""The events of a run: classes whose fields are a log line's.
 
 `type` is the name on disk. A line of a type that no class has is `Unknown`: older logs have such
 lines, and nothing reads them. What a gate does while it works is told to observers and is no event;
@@ -16,7 +16,7 @@ from coda_agent.agent.judgement import Judgement, Machine
 
 
 class Event(BaseModel, frozen=True, populate_by_name=True):
-    """One line of the log; its place and its time are set by the log."""
+    """One line of the log, which sets its place and time."""
 
     seq: int = -1
     time: str = ""
@@ -29,7 +29,7 @@ class Event(BaseModel, frozen=True, populate_by_name=True):
         return self.model_dump(by_alias=True, exclude={"seq", "time", "type"}, exclude_unset=True)
 
     def line(self) -> dict[str, Any]:
-        """The event as its line holds it."""
+        """Write the event as its line holds it."""
         return {"seq": self.seq, "time": self.time, "type": self.type, "data": self.data}
 
 
@@ -142,7 +142,7 @@ class Judged(Event, frozen=True):
 
 
 class Stored(Event, frozen=True):
-    """What became of a candidate that passed: a commit, nothing new, or no commit was wanted."""
+    """What became of a candidate that passed: committed, unchanged, or only passed."""
 
     type: Literal["committed", "unchanged", "passed"]
     commit: str | None = None
@@ -163,7 +163,7 @@ class GaveUp(Event, frozen=True):
 
 
 class Prompted(Event, frozen=True):
-    """What every call of a model starts with: its parameters, and the first messages."""
+    """What every call of a model starts with: parameters and first messages."""
 
     type: Literal["prompt"] = "prompt"
     request: dict[str, Any]
@@ -172,7 +172,7 @@ class Prompted(Event, frozen=True):
 
 
 class Requested(Event, frozen=True):
-    """A call of a model begins, and `worst_usd` is set aside for it."""
+    """A call of a model begins; `worst_usd` is set aside for it."""
 
     type: Literal["request"] = "request"
     digest: str = ""
@@ -182,7 +182,7 @@ class Requested(Event, frozen=True):
 
 
 class Responded(Event, frozen=True):
-    """A whole answer of a model, and what it cost; None where its price is unknown."""
+    """A model's whole answer, and its cost; None where that is unknown."""
 
     type: Literal["response"] = "response"
     id: str = ""
@@ -196,7 +196,7 @@ class Responded(Event, frozen=True):
 
 
 class RequestFailed(Event, frozen=True):
-    """An attempt at a call that brought no answer; it may have cost something all the same."""
+    """An attempt that brought no answer; it may have cost something."""
 
     type: Literal["request.failed"] = "request.failed"
     error: str = ""
@@ -214,14 +214,14 @@ class LimitReached(Event, frozen=True):
 
 
 class Turned(Event, frozen=True):
-    """It is the model's turn: the results of its calls are complete, and `note` follows them."""
+    """It is the model's turn: all its calls' results, then `note`."""
 
     type: Literal["turn"] = "turn"
     note: str
 
 
 class RunFinished(Event, frozen=True):
-    """The run ended in order; it can be resumed where it was not over."""
+    """The run ended in order; where not over, it can be resumed."""
 
     type: Literal["run.finished"] = "run.finished"
     reason: str | None = None
@@ -239,13 +239,13 @@ class RunFailed(Event, frozen=True):
 
 @cache
 def _classes() -> dict[str, type[Event]]:
-    """The class of each type."""
+    """Map each type to its class."""
     kinds = [kind for kind in Event.__subclasses__() if kind is not Unknown]
     return {name: kind for kind in kinds for name in get_args(kind.model_fields["type"].annotation)}
 
 
 def event_of(line: dict[str, Any]) -> Event:
-    """The event of a line: `seq`, `time`, `type` and the fields as `data`.
+    """Read an event of a line: `seq`, `time`, `type`, fields as `data`.
 
     Raises:
         ValueError: it is none, or lacks what its kind has.

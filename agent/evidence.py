@@ -38,7 +38,7 @@ class Evidence(Judgement):
 
     @classmethod
     def of(cls, verdict: Verdict, **more: Any) -> Self:
-        """The evidence of one verdict, given now; `more` has the kernel, its author and the run."""
+        """Make the evidence of a verdict; `more` has kernel, author and run."""
         about = {"level": verdict.level or "revoked", "date": utc_now()}
         about |= {"machine": Machine.of(verdict.environment)}
         about |= {"gates": {g.name: Gate.of(g) for g in verdict.gates if not g.skipped}}
@@ -49,8 +49,7 @@ class Evidence(Judgement):
         return all(self.digests.get(key) == now.get(key) for key in ("spec", "candidate"))
 
     def due(self, now: Mapping[str, str], *, gpu: bool) -> bool:
-        """Whether to judge again: the word of a gate is stale, the program was edited, or the
-        machine at hand can show more."""
+        """Whether to judge again: stale, edited, or this machine can show more."""
         lacks = self.level == "revoked" or (gpu and self.level != "accepted")
         return lacks or bool(self.stale) or not self.of_program(now)
 
@@ -66,7 +65,7 @@ class Evidence(Judgement):
         return more > 0 or (more == 0 and bool(self.stale))
 
     def text(self) -> str:
-        """As JSON, two levels deep by lines: each gate, cell and tile is one."""
+        """Write it as JSON, a gate, cell or tile a line."""
         record = self.model_dump(mode="json")
         keys = dict.fromkeys((*_FIRST, *record))
         lines = [f" {json.dumps(key)}: {_lines(record[key])}" for key in keys]

@@ -21,7 +21,7 @@ _LIMIT_S = 300.0
 
 
 def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None = None) -> str:
-    """One stage of a kernel.
+    """Print one stage of a kernel.
 
     Args:
         spec: Its spec; needed where `text` is None, and to know element types.
@@ -58,7 +58,7 @@ def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
 
 
 def program_of(spec: Spec | None, text: str, variant: str | None = None) -> Program:
-    """Read one program of a candidate's text, by default the first of its spec.
+    """Read one program of a text, by default its spec's first.
 
     Raises:
         CodaError: the text is not in the language, or has no such program.
@@ -71,14 +71,16 @@ def program_of(spec: Spec | None, text: str, variant: str | None = None) -> Prog
 
 
 def stage_of(program: Program, text: str, stage: str) -> str:
-    """Give one stage of a program that has no spec; `text` is its own."""
+    """Print one stage of a program that has no spec, but `text`."""
     if stage == "program":
         return text
     return describe(program.graph) if stage == "graph" else compiled(None, program, stage)
 
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:
-    """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once.
+    """Compile to MLIR, PTX or SASS in a fresh process.
+
+    The DSL reads its dump settings once.
 
     Raises:
         CompileError: the program does not compile.
@@ -111,7 +113,7 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
 
 
 def _dumped(work: dict[str, Any]) -> str:
-    """Body of the fresh process: compile a job, and read the stage's artifact."""
+    """Compile a job in the fresh process, and read the stage's artifact."""
     built = CompileJob.model_validate(work["job"]).run()
     if work["stage"] == "sass":
         return sass(Path(built.object))

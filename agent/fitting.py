@@ -1,7 +1,8 @@
-"""Dispatch tables: measures kernels over a range of shapes, and fits a model to each."""
+"""Dispatch tables: kernels measured over shapes, and a model of each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -29,8 +30,10 @@ _SPREAD = 1 / 1.2207440846057596
 
 
 def shapes(count: int) -> list[Shape]:
-    """`count` shapes, evenly spread by logarithm: every other one with the rows and widths that
-    models have, the others between them."""
+    """List shapes, evenly spread by logarithm.
+
+    Every other one has rows and widths that models have.
+    """
     found: list[Shape] = []
     i = 0
     while len(found) < count:
@@ -49,9 +52,23 @@ def shapes(count: int) -> list[Shape]:
     return found
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The shapes that a table is to have of each kernel.
+
+    Attributes:
+        count: So many, spread by `shapes`.
+        also: Further ones, of a kernel by its spec's path.
+        fresh: Whether to measure again what the table has, and to drop its other shapes.
+    """
+
+    count: int
+    also: Callable[[Path], Sequence[Shape]] | None = None
+    fresh: bool = False
+
+
 class _Due(NamedTuple):
-    """A kernel to measure: by name; its spec, whose bench shapes are those to measure; its
-    candidate's text; its program's digest; and what was measured of it before."""
+    """A kernel to measure at its bench shapes; `held` was measured before."""
 
     name: str
     spec: Spec
@@ -63,26 +80,21 @@ class _Due(NamedTuple):
 def fit_tables(
     folder: Path,
     kernels: Sequence[Kernel],
+    wanted: Wanted,
     executor: Executor,
     observer: Observer,
-    *,
-    count: int,
-    also: Callable[[Path], Sequence[Shape]] | None = None,
-    fresh: bool,
     say: Callable[[str], None],
 ) -> Path | None:
-    """Measures kernels one after the other on this GPU, and writes the table after each, so that
-    what was measured stays. While one is measured the next is compiled. Where the table has the
-    same program by the same compile gate, only the shapes that it lacks are measured.
+    """Measure kernels in turn on this GPU, and write their table.
+
+    It is written after each, so that what was measured stays. While one is measured the next is
+    compiled. Where the table has the same program by the same compile gate, only the shapes that it
+    lacks are measured.
 
     Args:
         folder: Of the kernels; the table goes to its `dispatch/`.
-        kernels: Which.
         executor: What carries out the jobs.
         observer: Told of gates.
-        count: Shapes of each, spread by `shapes`.
-        also: Further ones, of a kernel by its spec's path.
-        fresh: Whether to measure again what the table has, and to drop its other shapes.
         say: Told a line for each kernel.
 
     Returns:
@@ -93,23 +105,8 @@ def fit_tables(
     """
     gpu = usable(executor, "cuda")
     assert gpu is not None  # "cuda" demands one
-    path, spread = None, shapes(count)
-    table = read(folder, gpu.name)
-    work: list[_Due] = []
-    for kernel in kernels:
-        spec, text = load_spec(kernel.spec), kernel.text
-        digest = read_programs(text)[spec.variant(spec.bindings()[0])].digest
-        wanted = list(dict.fromkeys((*spread, *(also(kernel.spec) if also else ()))))
-        held: Mapping[Shape, Times] = {}
-        known = table.kernels.get(kernel.name) if table and not fresh else None
-        if table and known and _stands(known, digest):
-            held = known.model(table.sms).measured()
-            if held.keys() >= set(wanted):
-                say(f"{kernel.name}: known, {_said(known.regret)}")
-                continue
-        due = [dict(zip(spec.gemm_dims, s, strict=True)) for s in wanted if s not in held]
-        spec = spec.model_copy(update={"bench_shapes": tuple(due)})
-        work.append(_Due(kernel.name, spec, text, digest, held))
+    table, path = read(folder, gpu.name), None
+    work = [*_due(table, kernels, wanted, say)]
     ahead: Future[None] | None = None
     with ThreadPoolExecutor(1) as thread:
         for due, following in zip_longest(work, work[1:]):
@@ -129,13 +126,30 @@ def fit_tables(
     return path
 
 
-def _stands(entry: Entry, digest: str) -> bool:
-    """Whether what was measured is of this program, as the compile gate compiles it now."""
-    return (entry.program, entry.version) == (digest, VERSIONS["compile"])
+def _due(
+    table: Table | None, kernels: Sequence[Kernel], wanted: Wanted, say: Callable[[str], None]
+) -> Iterator[_Due]:
+    """List kernels of which a table lacks shapes; say which are known."""
+    spread = shapes(wanted.count)
+    for kernel in kernels:
+        spec, text = load_spec(kernel.spec), kernel.text
+        digest = read_programs(text)[spec.variant(spec.bindings()[0])].digest
+        all_of = dict.fromkeys((*spread, *(wanted.also(kernel.spec) if wanted.also else ())))
+        held: Mapping[Shape, Times] = {}
+        known = table.kernels.get(kernel.name) if table and not wanted.fresh else None
+        # It is of this program, as the compile gate compiles it now.
+        if table and known and (known.program, known.version) == (digest, VERSIONS["compile"]):
+            held = known.model(table.sms).measured()
+            if held.keys() >= all_of.keys():
+                say(f"{kernel.name}: known, {_said(known.regret)}")
+                continue
+        due = [dict(zip(spec.gemm_dims, s, strict=True)) for s in all_of if s not in held]
+        spec = spec.model_copy(update={"bench_shapes": tuple(due)})
+        yield _Due(kernel.name, spec, text, digest, held)
 
 
 def _compile(executor: Executor, due: _Due) -> None:
-    """Fills the object cache with what a survey needs."""
+    """Fill the object cache with what a survey needs."""
     spec = due.spec
     name, (m, n, k) = spec.variant(spec.bindings()[0]), spec.gemm_dims
     jobs = compile_gate.jobs_for(

@@ -1,4 +1,4 @@
-"""A run as a log of inspect_ai, so that its viewer opens it: one sample, which is the spec.
+"""A run as a log of inspect_ai, one sample, for its viewer.
 
 What is written here is its log format, version 2, as JSON.
 """
@@ -26,7 +26,7 @@ _STOPS = {
 
 
 def write(run: Run, events: list[e.Event]) -> Path:
-    """Write the log beside the folder of a run, by a name of which the viewer lists it.
+    """Write the log beside a run's folder, named as viewers want it.
 
     Raises:
         WorkspaceError: nothing happened in the run.

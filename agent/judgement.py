@@ -1,4 +1,4 @@
-"""A verdict in short: what a run's log, a trial record and a kernel's evidence keep of it.
+"""A verdict in short, as logs, trial records and evidence keep it.
 
 The whole verdict, with every tile and round, is the run's artifact `verdict-NUMBER.json`.
 """
@@ -30,13 +30,13 @@ Figure = Literal["roofline", "over_compile", "of_gemm"]
 
 
 class Kept(BaseModel):
-    """What logs and trial records keep: no unknown field, no NaN or infinity, never changed."""
+    """What logs and records keep: no unknown field, finite, never changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Machine(Kept):
-    """Where the judge worked: what may move a figure, and nothing that changes by the minute.
+    """Where the judge worked: what may move a figure.
 
     Attributes:
         gpu, driver: The GPU's name, and the version of its driver.
@@ -54,7 +54,7 @@ class Machine(Kept):
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> Self:
-        """The machine of a verdict's environment."""
+        """Take the machine of a verdict's environment."""
         gpu = about.get("gpu") or {}
         keys = ("device", "cuda", "python", "system", "packages")
         kept = {"device": "cpu"} | {key: about[key] for key in keys if about.get(key)}
@@ -74,7 +74,7 @@ class Machine(Kept):
 
 
 class Gate(Record, extra="ignore"):
-    """What a gate said (`passed` is None where it did not run), by which version, in how long."""
+    """What a gate said, by which version; `passed` None: it was skipped."""
 
     passed: bool | None = None
     version: int = 0
@@ -82,21 +82,22 @@ class Gate(Record, extra="ignore"):
 
     @classmethod
     def of(cls, gate: GateResult) -> Self:
-        """A gate's result in short."""
+        """Shorten a gate's result."""
         passed = None if gate.skipped else gate.passed
         return cls(passed=passed, version=gate.version, seconds=gate.seconds)
 
 
 def _read_gate(value: Any) -> Any:
-    """Reads a gate that an earlier log has as one word."""
+    """Read a gate that an earlier log has as one word."""
     words = {"passed": True, "failed": False, "skipped": None}
     return {"passed": words[value]} if isinstance(value, str) and value in words else value
 
 
 class Compiled(Record):
-    """How many kernels were compiled, for which architectures, and how many of them were dropped.
-    Of those for sm_90a, the least and most registers of a thread, the most stores to local memory,
-    and how many there are by tile, where there are any."""
+    """What was compiled, and for sm_90a the extremes of registers and spills.
+
+    `registers` are the least and most of a thread, `spills` stores to local memory by tile.
+    """
 
     kernels: int
     archs: tuple[str, ...]
@@ -107,7 +108,7 @@ class Compiled(Record):
 
     @classmethod
     def of(cls, report: CompileReport) -> Self:
-        """The summary of a report."""
+        """Summarise a report."""
         ours = [k for k in report.kernels if k.arch == "sm_90a" and not k.error]
         registers = [k.registers for k in ours if k.registers is not None]
         spills = dict[str, int]()
@@ -125,7 +126,7 @@ class Compiled(Record):
 
 
 class Median(Record, from_attributes=True):
-    """A contender's median time in microseconds, its 95 % interval, and the rounds that count."""
+    """A contender's median time, its 95 % interval, and the rounds counted."""
 
     median_us: PositiveFloat
     interval_us: tuple[float, float] | None = None
@@ -140,7 +141,7 @@ class Ratios(Record, from_attributes=True):
 
 
 class Cell(Record, from_attributes=True, extra="ignore"):
-    """A `Timed` or `Untimed` in short: its times, or the error that stands for them.
+    """A `Timed` or `Untimed` in short: times, or why there are none.
 
     Attributes:
         program: Its name, where it is not the default program.
@@ -165,13 +166,13 @@ class Cell(Record, from_attributes=True, extra="ignore"):
 
     @property
     def roofline(self) -> float | None:
-        """Share of the ceiling: floor over time. None where it was not timed."""
+        """Share of the ceiling, floor over time; None where not timed."""
         ours = (self.times or {}).get("ours")
         return self.floor_us / ours.median_us if self.floor_us is not None and ours else None
 
 
 class Refused(Record):
-    """A tile that computes wrongly, or faulted, and is never dispatched; the gate that found it."""
+    """A tile that computes wrongly, or faulted, and is never dispatched."""
 
     gate: str
     tile: str
@@ -181,7 +182,7 @@ class Refused(Record):
 
     @classmethod
     def of(cls, gate: str, tile: RefusedTile) -> Self:
-        """A tile without where it went wrong, which is in the whole verdict."""
+        """Shorten a refused tile; the whole verdict says where it went wrong."""
         about = tile.model_dump(include={"tile", "program", "dtype", "fault"})
         return cls(gate=gate, **about)
 
@@ -215,7 +216,7 @@ class Judgement(Record, extra="ignore"):
 
     @classmethod
     def of(cls, verdict: Verdict, **more: Any) -> Self:
-        """A verdict in short, with `more` fields."""
+        """Shorten a verdict; `more` fields go before its own."""
         findings = [finding.message for gate in verdict.gates for finding in gate.findings]
         saw: dict[str, Any] = {}
         if report := verdict.report(CompileReport):
@@ -249,7 +250,7 @@ class Judgement(Record, extra="ignore"):
         return [name for name, gate in ran if gate.version != VERSIONS.get(name, gate.version)]
 
     def mean(self, figure: Figure) -> float | None:
-        """Its geometric mean over the cells; None where nothing was timed."""
+        """Take a geometric mean over the cells; None where nothing was timed."""
         shares = (getattr(cell, figure) for cell in self.cells if cell.times)
         return geometric_mean(x.ratio if isinstance(x, Ratio) else x for x in shares)
 
@@ -267,7 +268,7 @@ def _rounded(worst: WorstError) -> WorstError:
 
 
 def gpu_seconds(verdict: Verdict) -> float:
-    """Seconds of the gates that ran on a GPU, without compiling."""
+    """Sum the seconds of gates that ran on a GPU, without compiling."""
     if verdict.environment.get("device") != "cuda":
         return 0.0
     timed = ("numerics", "performance")  # what has no report did not reach the GPU
@@ -275,6 +276,6 @@ def gpu_seconds(verdict: Verdict) -> float:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean; None of nothing."""
+    """Take the geometric mean; None of nothing."""
     found = list(values)
     return statistics.geometric_mean(found) if found else None

@@ -1,10 +1,10 @@
-"""The keys a command was started with, and how they are kept out of everything else."""
+"""The keys a command was started with, kept out of everything else."""
 
 import os
 
 
 class Keys:
-    """Keys taken out of the environment, so that no child process inherits them.
+    """Keys taken out of the environment, which no child process inherits.
 
     Of a process there is one (`KEYS`), as there is one environment.
     """
@@ -15,7 +15,7 @@ class Keys:
         self._held: dict[str, str] = {}
 
     def take(self) -> dict[str, str]:
-        """The keys by name; those that the environment holds by now are taken out of it."""
+        """Take the keys out of the environment; all of them by name."""
         for name in self.names:
             if value := os.environ.pop(name, ""):
                 self._held[name] = value

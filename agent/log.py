@@ -1,4 +1,4 @@
-"""The log of a run: append-only JSON lines, on disk before the next step begins.
+"""A run's log: append-only JSON lines, on disk before the next step.
 
 - One writer at a time, held by flock: two would give two events one number.
 - A line counts once its newline is on disk. A torn last line is what a kill leaves; readers skip it
@@ -33,7 +33,7 @@ from coda_agent.primitives.objects import open_own, reason
 
 
 def _parse(path: Path) -> tuple[list[Event], int]:
-    """The events of `path`, and the length in bytes of its complete lines."""
+    """Read the events of `path`, and the length of its complete lines."""
     raw = path.read_bytes() if path.exists() else b""
     whole = raw.rfind(b"\n") + 1
     events: list[Event] = []
@@ -49,7 +49,7 @@ def _parse(path: Path) -> tuple[list[Event], int]:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a log, without a torn last line; a log that is not there has none.
+    """Read a log's events, if any, without a torn last line.
 
     Raises:
         WorkspaceError: a line before the last is not an event.
@@ -61,7 +61,7 @@ class Fold(Protocol):
     """A state that events build."""
 
     def apply(self, event: Event) -> None:
-        """Takes the next event."""
+        """Take the next event."""
         ...
 
 
@@ -94,14 +94,13 @@ class RunLog:
         self._folds: list[Fold] = [self.state]
 
     def follow(self, fold: Fold) -> None:
-        """Brings `fold` up to date and keeps it so."""
+        """Bring `fold` up to date, and keep it so."""
         for event in read_events(self.path):
             fold.apply(event)
         self._folds.append(fold)
 
     def append(self, event: Event) -> Event:
-        """Writes one event, which gets its place and its time; it is on disk before any fold or
-        observer has it."""
+        """Write an event on disk, then tell folds and the observer."""
         event = event.model_copy(update={"seq": self._next, "time": utc_now()})
         line = json.dumps(
             plain(event.line()), ensure_ascii=False, separators=(",", ":"), allow_nan=False
@@ -124,21 +123,21 @@ class RunLog:
         self._open.close()
 
     def artifact(self, name: str, text: str) -> str:
-        """Writes a file of the run; its path relative to the run's folder."""
+        """Write a file of the run; its path from the run's folder."""
         path = self.folder / "artifacts" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(KEYS.redacted(text), "utf-8", errors="replace")
         return str(path.relative_to(self.folder))
 
     def candidate(self, text: str) -> str:
-        """Makes `text` the candidate, on disk before it is judged; its digest."""
+        """Make `text` the candidate, on disk before it is judged; its digest."""
         (self.folder / "kernel.py").write_text(text, "utf-8", errors="replace")
         saved = CandidateSaved(path="kernel.py", digest=short_digest(text), text=text)
         self.append(saved)
         return saved.digest
 
     def verdict(self, verdict: Verdict, check: str) -> None:
-        """Records a verdict: its whole as an artifact, and what scores are made of as an event."""
+        """Record a verdict: whole as an artifact, in short as an event."""
         number = len(self.state.attempts) + 1
         self.artifact(f"verdict-{number}.json", verdict.model_dump_json(indent=1))
         judged = Judged(
@@ -151,7 +150,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def logged(run: Run, observer: Observer, begin: Event | None) -> Iterator[RunLog]:
-    """Open a run's log, and write `begin`; a failure is its last event."""
+    """Open a run's log; `begin` comes first, and a failure last."""
     KEYS.take()
     with RunLog(run.folder / "events.jsonl", observer) as log:
         try:
@@ -173,5 +172,5 @@ def short_run(run: Run, observer: Observer, kind: str, spec: str) -> Iterator[Ru
 
 
 def short_digest(text: str) -> str:
-    """The first twelve digits of a text's SHA-256, by which authors and tips name it."""
+    """Name a text by the first twelve digits of its SHA-256."""
     return sha(text).removeprefix("sha256:")[:12]

@@ -1,4 +1,4 @@
-"""The workbench over MCP: the same tools, for any agent that speaks the protocol, on stdio.
+"""The workbench over MCP on stdio: the same tools for any agent.
 
 - Every tool may name a spec besides its own input; else it is about the spec of the call before.
   Each spec has one run, logged and judged like any other, under the author `mcp:<client>`, or the
@@ -11,6 +11,7 @@
 - A fault of ours ends its run and leaves the others open.
 """
 
+import itertools
 import json
 import os
 import re
@@ -93,7 +94,7 @@ class Connection:
     def call(
         self, name: str, given: dict[str, Any], client: str, observer: Observer
     ) -> tuple[Result, str]:
-        """One tool call: its result, and the run it belongs to."""
+        """Do one tool call: its result, and the run it belongs to."""
         if name in _DOORS:
             door = {"list_specs": self.list_specs, "new_spec": self.new_spec}[name]
             try:
@@ -126,7 +127,7 @@ class Connection:
         return result, run
 
     def _left(self, path: Path, author: str) -> str | None:
-        """The run of a spec that an earlier connection left open."""
+        """Find the run of a spec that an earlier connection left open."""
         for run in past.open_ones(self.workspace):
             state, text = past.state(run), run.folder / "spec.md"
             mine = state.author == author and state.spec == path.stem
@@ -136,7 +137,7 @@ class Connection:
         return None
 
     def list_specs(self, word: str) -> Result:
-        """The names of specs that have a word, and which have a kernel."""
+        """List specs that have a word, and say which have a kernel."""
         done = {kernel.name for kernel in self.workspace.kernels()}
         names = sorted(self.workspace.spec_names())
         found = [f"{x}{' (has a kernel)' * (x in done)}" for x in names if word.lower() in x]
@@ -150,7 +151,7 @@ class Connection:
         return Result(text=said, data={"spec": path.stem})
 
     def _spec(self, name: Any) -> Path:
-        """The spec that is named, or that of the last call."""
+        """Find the spec that is named, or that of the last call."""
         if name is not None:
             return self.workspace.resolve_spec(str(name))
         if self._last is None:
@@ -158,7 +159,7 @@ class Connection:
         return self._last
 
     def close(self) -> None:
-        """Ends the runs that are still open; each can be taken up again."""
+        """End the runs that are open; each can be taken up again."""
         if self.calls:
             self.calls.close()
         while self._runs:
@@ -196,15 +197,13 @@ def server(connection: Connection) -> "Server[Any]":
     async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         about = context.session.client_params
         client = re.sub(r"[^\w.@/+ -]", "_", about.client_info.name)[:70] if about else "unknown"
-        told = 0
+        told = itertools.count(1)  # the protocol wants a number that grows; the gates start over
 
         def observer(type: str, data: dict[str, Any]) -> None:
-            nonlocal told
             if type in _EYES:
-                told += 1  # the protocol wants a number that grows; the gates' counts start over
                 count = f" {data['done']}/{data['total']}" if "done" in data else ""
                 note = f"{data.get('gate')}{count} {data.get('note') or ''}".strip()
-                anyio.from_thread.run(context.session.report_progress, told, None, note)
+                anyio.from_thread.run(context.session.report_progress, next(told), None, note)
 
         given = params.name, dict(params.arguments or {}), client, observer
         async with turn:
@@ -233,8 +232,7 @@ def server(connection: Connection) -> "Server[Any]":
 
 
 def described(name: str) -> dict[str, Any]:
-    """A tool as MCP lists it: its schema with the spec as a further field, what it returns, and
-    whether it changes anything."""
+    """Describe a tool as MCP lists it, the spec another field."""
     reads, closing = name == "list_specs", name in ("submit", "give_up")
     if door := _DOORS.get(name):
         about = {"type": "object", "properties": door["properties"], "required": door["required"]}
@@ -269,7 +267,7 @@ def serve(connection: Connection) -> None:
 
 
 def install(client: str, workspace: Workspace) -> str:
-    """Write the server into the configuration of a client, beside what is there.
+    """Write the server into a client's configuration, beside what is there.
 
     Raises:
         CodaError: the configuration cannot be read.
@@ -293,7 +291,9 @@ def install(client: str, workspace: Workspace) -> str:
 
 
 def _table(command: dict[str, Any], known: dict[str, Any], workspace: Workspace) -> str:
-    """What a configuration of Codex lacks, which is that of a user and names one workspace.
+    """Write what a configuration of Codex lacks.
+
+    It is a user's, and names one workspace.
 
     Raises:
         CodaError: it names another.

@@ -1,4 +1,4 @@
-"""Pages for a browser: a title, and sections of tables and texts in one file.
+"""Pages for a browser: a title, and sections of tables and texts.
 
 A page loads nothing and runs nothing, and whatever is filled in is escaped.
 """

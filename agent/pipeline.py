@@ -1,4 +1,4 @@
-"""The main job: spec → author → judge → accept, each step an event of the run's log.
+"""The main job: spec → author → judge → accept, as events.
 
 `drive` is the loop. An author proposes a candidate, the judge gives its verdict, and what passes
 the full trial is accepted. Judge and acceptance are called here alone; an author sees verdicts.
@@ -10,7 +10,7 @@ Ctrl-C loses nothing an author wrote. A run can be left and taken up again (`reo
 import contextlib
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -60,7 +60,7 @@ class Outcome:
     cost: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Write it as plain JSON data."""
         verdict = self.verdict and self.verdict.model_dump(mode="json")
         return plain({**vars(self), "verdict": verdict})
 
@@ -73,20 +73,16 @@ def generate(
     *,
     device: Device = "auto",
     commit: bool = True,
-    withheld: Sequence[str] = (),
 ) -> Outcome:
-    """Have an author write a kernel for a spec, judge it, and accept it when it passes.
+    """Have an author write a kernel; judge it; accept what passes.
 
     Raises:
         SpecError: the spec cannot be used.
         WorkspaceError: nothing could be committed; checked before the author starts.
     """
-    with opened(
-        workspace, spec_path, author.name, observer,
-        device=device, commit=commit, settings=author.settings(),
-        withheld=withheld,
-    ) as bench:  # fmt: skip
-        return _work(bench, author)
+    begin = e.RunStarted(author=author.name, device=device, commit=commit, **author.settings())
+    with opened(workspace, spec_path, begin, observer) as bench:
+        return work(bench, author)
 
 
 def resume(workspace: Workspace, run: Run, author: Author, observer: Observer) -> Outcome:
@@ -96,10 +92,11 @@ def resume(workspace: Workspace, run: Run, author: Author, observer: Observer) -
         WorkspaceError: it is no run of an author, or another process works on it.
     """
     with reopened(workspace, run, observer, settings=author.settings()) as bench:
-        return _work(bench, author)
+        return work(bench, author)
 
 
-def _work(bench: Workbench, author: Author) -> Outcome:
+def work(bench: Workbench, author: Author) -> Outcome:
+    """Have an author work at a bench; say what came of it."""
     bench.log.append(e.AuthorStarted(author=author.name))
     bench.gpu_limit_s = author.gpu_limit_s
     drive(bench, author.work(bench))
@@ -107,7 +104,7 @@ def _work(bench: Workbench, author: Author) -> Outcome:
 
 
 def drive(bench: Workbench, work: Work[T]) -> T:
-    """Answer each proposal of an author with a verdict, and accept what passes the full trial.
+    """Answer an author's proposals by verdicts; accept what passes the full trial.
 
     What the judge or the acceptance cannot do is raised in the author, which may go on.
     """
@@ -169,15 +166,18 @@ def outcome(bench: Workbench) -> Outcome:
 
 @lru_cache(maxsize=64)
 def _admit(spec_path: Path, text: str) -> None:
-    """Admission of a spec's text, once a process: it takes up to a second, and trials, resumed runs
-    and sessions open the same spec again and again. What raises is tried again."""
+    """Admit a spec's text, once a process.
+
+    It takes up to a second, and trials, resumed runs and sessions open the same spec again and
+    again. What raises is tried again.
+    """
     # Authors and gates need torch next; a worker takes as long to import it.
     threading.Thread(target=importlib.import_module, args=("torch",)).start()
     references.admitted(load_spec(spec_path, text=text))
 
 
 def _check_fit(workspace: Workspace, spec: Spec) -> None:
-    """Refuse what would stop the commit of a kernel, before anything is spent on it.
+    """Refuse what would stop a kernel's commit, before anything is spent.
 
     Raises:
         WorkspaceError: as `publish.check_place` and `Workspace.check_spec`.
@@ -188,33 +188,25 @@ def _check_fit(workspace: Workspace, spec: Spec) -> None:
 
 @contextlib.contextmanager
 def opened(
-    workspace: Workspace,
-    spec_path: Path,
-    author: str,
-    observer: Observer,
-    *,
-    device: Device = "auto",
-    commit: bool = True,
-    settings: dict[str, Any] | None = None,
-    withheld: Sequence[str] = (),
+    workspace: Workspace, spec_path: Path, begin: e.RunStarted, observer: Observer
 ) -> Iterator[Workbench]:
-    """Open a new run's workbench; what is `withheld`, an ablation takes away.
+    """Open a new run's workbench.
+
+    Args:
+        begin: The run's first event, but for the run and the spec, which are added here.
 
     Raises:
         SpecError: the spec cannot be used; there is no run then.
         WorkspaceError: nothing could be committed; checked before the author starts.
     """
     spec = load_spec(spec_path)
-    if commit:
+    if begin.commit:
         _check_fit(workspace, spec)
     execution.executor().start(gpu=False)  # which imports while the spec is admitted
     _admit(spec_path, spec.text)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
-    begin = e.RunStarted(
-        run=run.id, kind="generate", spec=spec.name, author=author, device=device, commit=commit,
-        **({"withheld": tuple(withheld)} if withheld else {}), **(settings or {}),
-    )  # fmt: skip
+    begin = begin.model_copy(update={"run": run.id, "kind": "generate", "spec": spec.name})
     with logged(run, observer, begin) as log:
         log.append(e.SpecAdmitted(path=spec_path.name, digest=spec.digest))
         yield open_bench(workspace, run, spec, log)
@@ -224,7 +216,7 @@ def opened(
 def reopened(
     workspace: Workspace, run: Run, observer: Observer, *, settings: dict[str, Any] | None = None
 ) -> Iterator[Workbench]:
-    """Open a run's workbench as its last process left it, with the spec of its start.
+    """Open a run's workbench as it was left, with its own spec.
 
     A run that was left between two calls of tools goes on without an event of its own, so the time
     between them is its author's.

@@ -1,4 +1,4 @@
-"""Values as JSON holds them, money as people read it, the time as logs and records write it."""
+"""Values as JSON, money for people, and the time of records."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON can hold it: records become dicts, non-finite floats and the rest strings."""
+    """Turn a value into JSON data: records dicts, other things strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, bool | int | str):
@@ -22,10 +22,10 @@ def plain(value: object) -> Any:
 
 
 def dollars(usd: float | None) -> str:
-    """An amount as people read it; None is unknown."""
+    """Write an amount as people read it; None is unknown."""
     return "unknown" if usd is None else f"${usd:.2f}"
 
 
 def utc_now() -> str:
-    """The present time as events and records hold it."""
+    """Write the present time as events and records hold it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,5 +1,4 @@
-"""What an author is told, rendered from the code: the language, the vocabulary, the tools, and for
-one spec the demonstrations that fit it.
+"""What an author is told, rendered from the code.
 
 Nothing here depends on the time, the machine or chance: equal code gives equal bytes, which is what
 a prompt cache is keyed by.
@@ -47,7 +46,10 @@ _TASK = Path(__file__).with_name("task.md")
 
 
 def common(withheld: Sequence[str] = ()) -> dict[str, str]:
-    """What is the same for every spec, by name, without what is `withheld` of `WITHHELD`."""
+    """Write what is the same for every spec, by name.
+
+    What is `withheld` of `WITHHELD` is left out.
+    """
     names = "What one of them does in full, `read_primitive` says.\n\n" + vocabulary()
     return {**instructions(withheld), "vocabulary": f"# The vocabulary\n\n{names}"}
 
@@ -65,7 +67,7 @@ def instructions(withheld: Sequence[str] = ()) -> dict[str, str]:
 
 
 def opening(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, str]:
-    """What is for one spec, by name: the spec, the composer's draft, demonstrations."""
+    """Write what is for one spec: spec, composer's draft, demonstrations."""
     parts = {"spec": f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"}
     if draft := handed_over(spec):
         parts["draft"] = f"# Where the composer stopped\n\n{_DRAFT}\n\n{draft}"
@@ -76,7 +78,7 @@ def opening(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, str]:
 
 
 def demos_for(spec: Spec) -> list[Demo]:
-    """The demonstrations that together show most of what a program of the spec may need.
+    """Choose the demonstrations that together show most of what is needed.
 
     That is what the composer's draft has, the kinds of operands and outputs, the primitives that
     the reference names, and those by which its other words are written. Each choice is the one that
@@ -100,7 +102,7 @@ def demos_for(spec: Spec) -> list[Demo]:
 
 
 def wanted_of(spec: Spec) -> set[str]:
-    """The primitives that a program of a spec may need, as far as its words say."""
+    """List the primitives that a spec's program may need, by its words."""
     m, n, _ = spec.gemm_dims
     kinds = {*OPERAND_KINDS.values(), *OUTPUT_KINDS.values()}
     found = _primitives(handed_over(spec)) | _primitives(spec.reference_source)
@@ -121,9 +123,10 @@ def _primitives(text: str) -> set[str]:
 
 
 def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:
-    """Tools, system text and first message of a conversation, with their cache breakpoints, and
-    without what is `withheld`. The vocabulary and the composer's draft are in the text, so that
-    `list_primitives` and `compose` are not offered.
+    """Make a conversation's tools, system text and first message, with cache breakpoints.
+
+    Text has the vocabulary and the composer's draft: `list_primitives` and `compose` are not
+    offered.
 
     An hour, not five minutes: a compilation, or a wait for a GPU, may outlast the shorter one.
     """
@@ -143,16 +146,16 @@ def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def joined(parts: Mapping[str, str]) -> str:
-    """Parts as one text."""
+    """Join parts to one text."""
     return "\n\n".join(parts.values())
 
 
 def estimated_tokens(sent: object) -> int:
-    """A guess at the tokens of a request, from its characters."""
+    """Guess the tokens of a request from its characters."""
     return round(len(json.dumps(sent, ensure_ascii=False)) / CHARACTERS_PER_TOKEN)
 
 
 def language() -> str:
-    """The rules of a candidate's text."""
+    """Read the rules of a candidate's text."""
     # Its first line names the module's place.
     return inspect.cleandoc(reader.__doc__ or "").partition("\n\n")[2]

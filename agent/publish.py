@@ -1,4 +1,4 @@
-"""One commit of a kernel's files: they are written, then `git commit --only` takes them alone.
+"""One commit of a kernel's files alone, by `git commit --only`.
 
 - One process at a time commits, under a lock that its death gives back.
 - `check_place` finds before a trial what would stop the commit after it. What git does not hold is
@@ -38,7 +38,7 @@ _UNFINISHED = {
 
 
 def check_identity(workspace: Workspace) -> None:
-    """Refuses a repository in which git could not say who commits.
+    """Refuse a repository in which git could not say who commits.
 
     Raises:
         WorkspaceError: name or e-mail is not configured; names the two commands.
@@ -53,8 +53,9 @@ def check_identity(workspace: Workspace) -> None:
 
 
 def check_place(workspace: Workspace, name: str, text: str | None = None) -> None:
-    """Refuses what would stop the commit of a kernel; called before anything is spent on it. The
-    text is what kernel.py may be though git does not hold it: the program to be committed.
+    """Refuse what would stop a kernel's commit, before anything is spent.
+
+    `text` is the program to be committed, which kernel.py may be though git does not hold it.
 
     Raises:
         WorkspaceError: no git identity, something else in the kernel's place, changes of its files
@@ -67,7 +68,7 @@ def check_place(workspace: Workspace, name: str, text: str | None = None) -> Non
 
 @contextlib.contextmanager
 def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Iterator[int]:
-    """Gives the place of a kernel, fit for a commit, to this process alone.
+    """Give a kernel's place, fit for a commit, to this process alone.
 
     Yields the lock's descriptor. Git inherits it, so that a git whose parent was killed still holds
     the lock. Raises as `check_place`.
@@ -102,7 +103,7 @@ def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Itera
 
 
 def remark(workspace: Workspace, commit: str | None) -> str:
-    """Says in a line where a commit went that is on no branch; nothing of others, or of none."""
+    """Say where a commit went that is on no branch; else nothing."""
     with contextlib.suppress(GitError):
         if commit is None or workspace.git("symbolic-ref", "--quiet", "HEAD"):
             return ""
@@ -112,7 +113,7 @@ def remark(workspace: Workspace, commit: str | None) -> str:
 def publish(
     workspace: Workspace, name: str, files: Mapping[str, str], message: str, lock: int
 ) -> str | None:
-    """Writes files of a kernel and commits them; inside `exclusive`, which gave `lock`.
+    """Write and commit a kernel's files; inside `exclusive`, which gave `lock`.
 
     Returns:
         The commit, or None where HEAD held them already.
@@ -143,7 +144,7 @@ def publish(
 
 
 def _undo_killed(workspace: Workspace) -> None:
-    """Puts back what a process wrote that was killed before its commit."""
+    """Put back what a process wrote that was killed before its commit."""
     undo = workspace.git_folder / _UNDO
     if not undo.is_file():
         return
@@ -159,7 +160,7 @@ def _undo_killed(workspace: Workspace) -> None:
 def _put_back(
     workspace: Workspace, before: Mapping[str, str | None], after: Mapping[str, str]
 ) -> None:
-    """Makes files what they were, but for those edited since; `git status` shows what is left."""
+    """Make files what they were, but for those edited since."""
     with contextlib.suppress(GitError):
         workspace.git("reset", "--quiet", "--", *after)
     with contextlib.suppress(OSError):
@@ -174,20 +175,19 @@ def _put_back(
 
 
 def _text(path: Path) -> str | None:
-    """The text of a file as it is on disk; None where there is none."""
+    """Read a file's text as on disk; None where there is none."""
     if path.is_symlink() or not path.is_file():
         return None
     return path.read_bytes().decode("utf-8", "surrogateescape")
 
 
 def _spelled(workspace: Workspace, name: str) -> str:
-    """The kernel's folder from the top of the working tree, as git spells it."""
+    """Spell the kernel's folder as git does, from the tree's top."""
     return (workspace.generated.relative_to(workspace.top) / name).as_posix()
 
 
 def _check_changes(workspace: Workspace, name: str, text: str | None) -> None:
-    """Refuses changes of the kernel's files that only the working tree or the index holds, and what
-    git has not finished."""
+    """Refuse what git has not finished, and uncommitted changes of the files."""
     for file, what in _UNFINISHED.items():
         if (workspace.git_folder / file).exists():
             hint = f"git {what} --continue, or --abort"
@@ -214,7 +214,7 @@ def _check_changes(workspace: Workspace, name: str, text: str | None) -> None:
 
 
 def _wait(ready: Callable[[], bool]) -> bool:
-    """Polls `ready` until it holds or the wait is over."""
+    """Poll `ready` until it holds or the wait is over."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     while not (done := ready()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A user's function as a spec, and admission of a spec: what runs of them, runs in a child."""
+"""A user's function as a spec, and its admission, in a child."""
 
 import atexit
 from collections.abc import Mapping, Sequence
@@ -52,13 +52,13 @@ def new_spec(
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """Raises WorkspaceError where a file is there that may not be overwritten."""
+    """Raise WorkspaceError where a file may not be overwritten."""
     if path.exists() and not force:
         raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
 
 
 def examples_of(source: Source, given: Sequence[str]) -> dict[str, Example]:
-    """An example for each argument: of --shape, or of its annotation.
+    """Make an example for each argument, of --shape or its annotation.
 
     Raises:
         CodaError: an option or an argument that there is no example of.
@@ -94,7 +94,7 @@ def examples_of(source: Source, given: Sequence[str]) -> dict[str, Example]:
 def drafted(
     source: Source, examples: Mapping[str, Example], name: str, *, limit_s: float = LIMIT_S
 ) -> str:
-    """The text of a spec called `name` for a function, admitted.
+    """Draft a spec called `name` of a function, and admit it.
 
     Raises:
         SpecError: there is none, or the function did not end within `limit_s`; says why.
@@ -105,7 +105,7 @@ def drafted(
 
 
 def admitted(spec: Spec, *, limit_s: float = LIMIT_S) -> None:
-    """Admission as `specs.admit` has it, in a child.
+    """Admit a spec as `specs.admit` does, in a child.
 
     Raises:
         SpecError: it is refused, or did not end within `limit_s`; says why.
@@ -117,19 +117,19 @@ def admitted(spec: Spec, *, limit_s: float = LIMIT_S) -> None:
 
 @lru_cache(maxsize=1)
 def _child() -> Child:
-    """The child of this process, which stays warm: its imports take seconds."""
+    """Make the child of this process; it stays warm for its imports."""
     child = reference_child("coda_agent.agent.execution.reference_worker")
     atexit.register(child.close)
     return child
 
 
 def reference_child(module: str) -> Child:
-    """Make a child that runs a user's function, which may write a scratch folder alone."""
+    """Make a child for users' functions, which writes its scratch folder alone."""
     return Child(module, environment=_ENVIRONMENT, confine=True)
 
 
 def _result(job: dict[str, Any], where: str, limit_s: float, *, needs: str) -> str:
-    """What the child gives; that it imports what the job `needs` is not time of the job."""
+    """Have the child do a job, after it imports what that `needs`."""
     first, job = {"kind": "import", "module": needs}, {**job, "where": where}
     return result(_child(), job, where, limit_s, str, first=first)
 
@@ -138,7 +138,7 @@ def result(
     child: Child, job: dict[str, Any], where: str, limit_s: float, kind: type[_Result],
     *, first: dict[str, Any] | None = None,
 ) -> _Result:  # fmt: skip
-    """What a job gives that runs a user's function, which stands at `where`.
+    """Have a child do a job with a function found at `where`.
 
     Args:
         child: Who does it.

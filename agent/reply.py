@@ -1,4 +1,4 @@
-"""What a command comes to: a document, a text, an exit code; and errors as one line.
+"""What a command comes to: document, text, exit code; and errors.
 
 It is a module of its own because a command may be carried out in another process.
 """
@@ -22,8 +22,7 @@ _MOST_CHARACTERS = 1000
 
 @dataclass(frozen=True)
 class Reply:
-    """A command's answer: the document for --json, the text for people, the exit code, and whether
-    the text goes to stderr."""
+    """A command's answer: for --json, for people, exit code; `err`: to stderr."""
 
     document: object
     text: str = ""
@@ -32,7 +31,7 @@ class Reply:
 
 
 def answered(command: Callable[[], Reply]) -> Reply:
-    """What a command says; what it raises is a reply too."""
+    """Call a command; what it raises is a reply too."""
     try:
         return command()
     except CodaError as error:

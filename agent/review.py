@@ -1,4 +1,4 @@
-"""Review: what accepted kernels stand on, and what of it needs a look.
+"""What accepted kernels stand on, and what of it needs a look.
 
 Every figure is the judge's, out of evidence.json. What changed since is in git's history.
 """
@@ -26,7 +26,7 @@ TIGHT_RATIO = 0.9
 
 @dataclass(frozen=True)
 class Review:
-    """A kernel, and what of it needs a look: how much, and what."""
+    """A kernel, and what needs a look: how grave, and what."""
 
     kernel: Kernel
     flags: Sequence[tuple[int, str]]
@@ -43,7 +43,7 @@ class Review:
 
 
 def review(workspace: Workspace | None, kernels: Iterable[Kernel]) -> list[Review]:
-    """Review kernels; what needs a look most is on top, and damage raises nothing."""
+    """Review kernels, what needs a look most on top; damage raises nothing."""
     found = [Review(kernel, [*_flags(workspace, kernel)]) for kernel in kernels]
     return sorted(found, key=lambda r: (r.rank, r.kernel.name))
 
@@ -98,7 +98,7 @@ def index(reviews: Iterable[Review]) -> Rows:
 
 
 def facts(review: Review) -> Rows:
-    """Tabulate whose kernel it is, what its word rests on, and what needs a look."""
+    """Tabulate a kernel's author and machine, and what needs a look."""
     rows = [("level", review.kernel.level)]
     rows += [("needs a look", text) for text in review.look] or [("needs a look", "no")]
     if review.kernel.level == "damaged":
@@ -110,7 +110,7 @@ def facts(review: Review) -> Rows:
 
 
 def tables(kernel: Kernel) -> dict[str, Rows]:
-    """Tabulate what the judge saw, by title; a table without rows is left out."""
+    """Tabulate what the judge saw, by title, where there is any."""
     if kernel.level == "damaged":
         return {}
     evidence = kernel.evidence

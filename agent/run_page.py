@@ -1,4 +1,4 @@
-"""A run as a page: what was sent, said, tried and found, in order, with what each turn cost."""
+"""A run as a page: all that happened, and its cost."""
 
 import difflib
 import json
@@ -15,7 +15,7 @@ _JUDGED = "check", "benchmark", "submit"
 
 
 def sections(events: Iterable[e.Event]) -> Iterator[Section]:
-    """Lay out a run: the end first, then everything in order, details folded."""
+    """Lay out a run: the end first, then all in order."""
     events = [*events]
     state = RunState.of(events)
     yield "What came of it", [*_end(state)]

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def find(workspace: Workspace, name: str) -> Run:
-    """A run by its name, by any part of it that no other run has, as "last", which is no replay,
-    or by its folder.
+    """Find a run by its name or a part, "last", or folder.
+
+    "last" is no replay, and a part is one that no other run has.
 
     Raises:
         WorkspaceError: there is none, or more than one.
@@ -38,7 +39,7 @@ def find(workspace: Workspace, name: str) -> Run:
 
 
 def open_ones(workspace: Workspace) -> Iterator[Run]:
-    """The runs at the tools that are not over, the latest first."""
+    """List the runs at the tools that are not over, latest first."""
     for run in reversed(everything(workspace)):
         about = state(run)
         if about.kind == "generate" and not (about.over or about.metered):
@@ -46,24 +47,24 @@ def open_ones(workspace: Workspace) -> Iterator[Run]:
 
 
 def everything(workspace: Workspace) -> list[Run]:
-    """Every run of a workspace, oldest first."""
+    """List every run of a workspace, oldest first."""
     logs = (workspace.root / "logs" / "runs").glob("*/events.jsonl")
     return [Run(path.parent.name, path.parent) for path in sorted(logs)]
 
 
 def history(folder: Path) -> tuple[list[e.Event], RunState]:
-    """The events of a run's folder, and what they say; a folder without a log has none."""
+    """Read the events of a run's folder, if any, and fold them."""
     events = read_events(folder / "events.jsonl")
     return events, RunState.of(events)
 
 
 def state(run: Run) -> RunState:
-    """How a run stands."""
+    """Say how a run stands."""
     return history(run.folder)[1]
 
 
 def timeline(run: Run) -> "RenderableType":
-    """What was tried, what was said, what it cost: a table for a terminal or a page."""
+    """Tabulate what was tried, what was said, what it cost."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -91,7 +92,7 @@ def timeline(run: Run) -> "RenderableType":
 
 
 def _row(event: e.Event) -> tuple[str, str] | None:
-    """An event as (what, result); None for those that add nothing to a reader."""
+    """Show an event as (what, result); None where readers learn nothing."""
     match event:
         case e.Responded(stop_reason=why):
             said = (block.get("text") or block.get("thinking") for block in event.content)

@@ -1,4 +1,4 @@
-"""One call of a tool, for whoever asks: a shell, or an agent over MCP.
+"""One call of a tool, for a shell or for an agent.
 
 No run is held open between calls: each takes its run up from the log. So a run goes on from a shell
 where MCP left it, and a process that is killed between calls loses nothing.
@@ -13,6 +13,7 @@ from coda_agent.agent import pipeline
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors import agents_name
 from coda_agent.agent.device import Device
+from coda_agent.agent.events import RunStarted
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.log import RunLog
 from coda_agent.agent.reply import REFUSED, Reply
@@ -47,7 +48,7 @@ class Call:
 
 
 def perform(workspace: Workspace, call: Call, observer: Observer) -> Reply:
-    """Do a call; the reply's document is the tool's result with the name of the run.
+    """Do a call; the document is the tool's result with the run.
 
     Raises:
         CodaError: there is no such tool, run or spec; or the input does not fit and there is no run
@@ -71,7 +72,7 @@ def perform(workspace: Workspace, call: Call, observer: Observer) -> Reply:
 
 
 def end(workspace: Workspace, run: Run, reason: str) -> None:
-    """End a run for a reason that is not its author's; one that has ended stays as it is.
+    """End a run for another's reason, unless it has ended.
 
     Raises:
         WorkspaceError: another process works on it.
@@ -83,7 +84,7 @@ def end(workspace: Workspace, run: Run, reason: str) -> None:
 
 
 def _other_runs(workspace: Workspace, run: Run) -> str:
-    """Which runs are open beside one that was opened, and were not left."""
+    """Name the open runs beside one that was opened."""
     others = (other for other in past.open_ones(workspace) if other.id != run.id)
     names = [other.id for other in others if not past.state(other).finished]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -91,7 +92,7 @@ def _other_runs(workspace: Workspace, run: Run) -> str:
 
 
 def _run(workspace: Workspace, call: Call) -> Run | None:
-    """The run that a call is about; None where it begins one.
+    """Find a call's run; None where it begins one.
 
     `read_spec` of a spec whose run is over, or of whose run the spec is another by now, begins one.
     """
@@ -119,14 +120,13 @@ def _run(workspace: Workspace, call: Call) -> Run | None:
 def _opened(
     workspace: Workspace, run: Run | None, call: Call, observer: Observer
 ) -> Iterator[Workbench]:
-    """The workbench of a run, or of a new one; a call that a killed process left is answered."""
+    """Open a run's workbench, or a new one; answer a killed call."""
     if run is None:
         TOOLS[call.tool].parsed(call.given)  # what does not fit begins no run
         path = workspace.resolve_spec(str(call.spec))
         author = agents_name(call.author)
-        opened = pipeline.opened(
-            workspace, path, author, observer, device=call.device, commit=call.commit
-        )
+        begin = RunStarted(author=author, device=call.device, commit=call.commit)
+        opened = pipeline.opened(workspace, path, begin, observer)
     else:
         opened = pipeline.reopened(workspace, run, observer)
     with opened as bench:

@@ -1,4 +1,4 @@
-"""Shapes (M, N, K) as a user names them: one by one, in a file, or by a model's configuration."""
+"""Shapes as users name them: one by one, in files, by models."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -73,7 +73,9 @@ def numbers(option: str, text: str, expected: str, *, of: int = 1) -> list[int]:
 
 
 def in_file(path: Path) -> list[Shape]:
-    """The shapes in a file: M,N,K a line, with `#` before comments, or a JSON list of [M, N, K].
+    """Read a file of shapes: M,N,K a line, or a JSON list.
+
+    `#` begins a comment.
 
     Raises:
         CodaError: it cannot be read, holds none, or something else.
@@ -89,13 +91,13 @@ def in_file(path: Path) -> list[Shape]:
 
 
 def place_sizes(product: str, sizes: Mapping[str, int], rows: int) -> dict[str, int]:
-    """Give a product of a layer its extents M, N and K, by the widths of a model."""
+    """Give a layer's product its M, N and K by widths."""
     dims = _PRODUCTS[product]
     return {"M": rows, **{dim: int(evaluate(text, sizes)) for dim, text in dims.items()}}
 
 
 def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:
-    """The shapes at which a kernel stands in the layers of a Transformer.
+    """List the shapes at which a kernel stands in a Transformer's layers.
 
     Args:
         config: A Hugging Face config.json, or the folder of one.

@@ -1,4 +1,4 @@
-"""An agent skill: a folder that coding agents load, out of what authors are told here.
+"""An agent skill: what authors are told, for coding agents elsewhere.
 
 Its format is `SKILL.md`, YAML front matter and instructions, with references beside it that are
 read when they are needed. Equal code gives equal bytes.
@@ -37,7 +37,7 @@ _TEXTS = Path(__file__).parent
 
 
 def files(name: str) -> dict[str, str]:
-    """The skill's files by path, `SKILL.md` first; `name` is that of its folder."""
+    """Write the skill's files by path, `SKILL.md` first; `name` is its folder's."""
     lines = (f"- [{x.name}](references/demonstrations/{x.name}.py): {x.summary}" for x in demos())
     front = {
         "name": name, "description": " ".join(DESCRIPTION.split()), "license": "Apache-2.0",
@@ -57,7 +57,7 @@ def files(name: str) -> dict[str, str]:
 
 
 def write(out: Path) -> list[str]:
-    """Write the skill to the folder `out`, in the place of one that is there.
+    """Write the skill to `out`, in place of a former one.
 
     Returns:
         The paths of its files in `out`.
@@ -94,7 +94,7 @@ def _ours(path: Path) -> bool:
 
 
 def _primitives() -> str:
-    """The vocabulary in full, by kind."""
+    """Write the vocabulary in full, by kind."""
     lines, kind = ["# The vocabulary"], ""
     for x in entries():
         if x.kind != kind:
@@ -104,7 +104,7 @@ def _primitives() -> str:
 
 
 def _spec() -> str:
-    """The format: as it is told, what stands for what is left out, and examples."""
+    """Write the format, what may be left out, and examples."""
     left_out = inspect.cleandoc(defaults.completed.__doc__ or "").partition("\n\n")[2]
     paths = {name: packaged_specs()[name] for name in EXAMPLES}
     examples = "\n\n".join(
@@ -118,7 +118,7 @@ def _spec() -> str:
 
 
 def _tools() -> str:
-    """What an author can do."""
+    """Write what an author can do."""
     lines = ["# The tools\n\n`coda-agent tool NAME KEY=VALUE...`; `--help` after a name says more."]
     for tool in TOOLS.values():
         keys = ", ".join(f"`{x}`" for x in tool.schema()["properties"])

@@ -1,6 +1,4 @@
-"""What a run's events say about it: the one fold. Whoever asks how a run stands, what it spent or
-what was judged reads this.
-"""
+"""What a run's events say of it: the one fold."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -62,7 +60,7 @@ class Attempt(NamedTuple):
         return self.judgement.digests["candidate"].removeprefix("sha256:")[:12]
 
     def record(self) -> dict[str, Any]:
-        """In short, as plain data."""
+        """Write it in short, as plain data."""
         judged = self.judgement
         about = {"number": self.number, "check": self.check, "candidate": self.candidate}
         about |= {"passed": judged.passed, "level": judged.level, "finding": judged.finding}
@@ -129,7 +127,7 @@ class RunState:
 
     @classmethod
     def of(cls, events: Iterable[e.Event]) -> Self:
-        """The state after these events."""
+        """Fold events into a state."""
         state = cls()
         for event in events:
             state.apply(event)
@@ -147,7 +145,7 @@ class RunState:
         return max(reversed(passed), key=lambda a: CHECKS.index(a.check), default=None)
 
     def record(self) -> dict[str, Any]:
-        """How the run stands, as plain data."""
+        """Say how the run stands, as plain data."""
         keys = ("kind", "spec", "author", "gates", "level", "commit", "outcome", "reason", "error")
         about = {key: getattr(self, key) for key in keys}
         return about | {"usd": self.spent.usd, "steps": self.steps}
@@ -156,20 +154,14 @@ class RunState:
         self.spent = self.spent.plus(**more)
 
     def apply(self, event: e.Event) -> None:
-        """Takes the next event; of unknown ones, the time."""
+        """Take the next event; of unknown ones, the time."""
         now = datetime.fromisoformat(event.time)
         if self.time and not isinstance(event, e.RunResumed):
             self._spend(wall_s=max(0.0, (now - self.time).total_seconds()))
         self.time = now
         match event:
             case e.RunStarted():
-                self.run, self.kind = event.run, event.kind
-                self.spec, self.author = event.spec, event.author
-                self.device, self.commits = event.device, event.commit
-                self.withheld, self.options = event.withheld, event.options
-                self.replays = event.replays
-                if self.kind == "generate":
-                    self._spend(usd=None, tokens=None)
+                self._started(event)
             case e.RunResumed():
                 self._spend(usd=self.reserved_usd)
                 self.reserved_usd = 0.0
@@ -221,6 +213,15 @@ class RunState:
                 self.outcome, self.failure = "failed", event
             case _:
                 pass
+
+    def _started(self, event: e.RunStarted) -> None:
+        self.run, self.kind = event.run, event.kind
+        self.spec, self.author = event.spec, event.author
+        self.device, self.commits = event.device, event.commit
+        self.withheld, self.options = event.withheld, event.options
+        self.replays = event.replays
+        if self.kind == "generate":
+            self._spend(usd=None, tokens=None)
 
     def _judged(self, event: e.Judged) -> None:
         self._spend(gpu_s=event.gpu_s)

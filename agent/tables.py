@@ -1,4 +1,4 @@
-"""Tables: rows of cells, the first row the head, for a terminal, for Markdown and as JSON data."""
+"""Tables: rows of cells, the first the head, for people and JSON."""
 
 import math
 import textwrap
@@ -45,7 +45,7 @@ def _wrapped(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, .
 
 
 def markdown(rows: Rows) -> str:
-    """Write rows as a Markdown table that shows each cell's text as it is."""
+    """Write rows as a Markdown table that shows texts as they are."""
     lines = [f"| {' | '.join(escape(str(cell)) for cell in row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
@@ -66,7 +66,7 @@ def ratio_text(ratio: float, low: float, high: float) -> str:
 
 
 def shape_text(sizes: Mapping[str, int]) -> str:
-    """Write extents as `4096³`, or as M×N×K; evidence has its keys in the alphabet's order."""
+    """Write extents as `4096³`, or as M×N×K, whatever their order."""
     extents = [sizes[dim] for dim in sorted(sizes, key="MNK".find)]
     if len(extents) == 3 and len(set(extents)) == 1:
         return f"{extents[0]}³"

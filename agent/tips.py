@@ -1,4 +1,4 @@
-"""Tips: what earlier work taught, with what became of the runs that were shown it.
+"""Tips: what earlier work taught, and how runs shown it fared.
 
 - `logs/tips.jsonl` is append-only, one record a line: a tip, the outcome of a run for a tip, or the
   removal of a tip. Counts are a fold over it, so merging two histories is joining their lines.
@@ -49,7 +49,7 @@ _SHARED_TOKENS = 9
 
 @dataclass
 class Arm:
-    """Runs in one arm of a tip: all, and those that ended with an accepted kernel."""
+    """Runs in one arm of a tip, and those with accepted kernels."""
 
     runs: int = 0
     successes: int = 0
@@ -57,8 +57,10 @@ class Arm:
 
 @dataclass
 class Tip:
-    """One tip; its tags are the fault that it is about, by `fault_of`, and the primitives of the
-    program. Those that people wrote have words alone."""
+    """One tip, tagged by its fault (`fault_of`) and its program's primitives.
+
+    Those that people wrote have words alone.
+    """
 
     text: str
     tags: list[str]
@@ -75,20 +77,20 @@ class Tip:
 
     @property
     def worth(self) -> float:
-        """Success rate where it was shown, with one success and one failure added (Laplace)."""
+        """Success rate where shown, one success and one failure added (Laplace)."""
         return (self.shown.successes + 1) / (self.shown.runs + 2)
 
     @property
     def evidence(self) -> str:
-        """What it rests on: the run, the check that failed for lack of it, and what was found."""
+        """What it rests on: the run, and the check that failed."""
         return f"{self.run}: {self.failing}" if self.run else self.failing
 
     def line(self) -> str:
-        """As an author reads it."""
+        """Write it as an author reads it."""
         return f"[{self.id}] {self.text} (seen: {self.evidence})"
 
     def p_value(self) -> float | None:
-        """One-sided Fisher test that showing it helps; None where an arm is empty."""
+        """Test that showing it helps (one-sided Fisher); None of an empty arm."""
         if not self.shown.runs or not self.held.runs:
             return None
         runs, held = self.shown.runs, self.held.runs
@@ -119,8 +121,9 @@ class Tips:
         return cls(workspace.root / "logs" / "tips.jsonl")
 
     def all(self) -> dict[str, Tip]:
-        """Every tip that was not pruned, with its counts, by id. What became of the run that wrote
-        a tip is not counted for it: that one had learned it by itself.
+        """Read every tip that was not pruned, with its counts, by id.
+
+        The run that wrote a tip does not count for it: it had learned it by itself.
 
         Raises:
             CodaError: a line is not a record.
@@ -142,7 +145,7 @@ class Tips:
         return tips
 
     def on(self, fault: str, names: Set[str]) -> list[Tip]:
-        """The tips on a fault of a program that uses these primitives, the nearest first.
+        """List the tips on a fault of such a program, nearest first.
 
         One that names no fault has to share two words with the program.
         """
@@ -159,7 +162,7 @@ class Tips:
         return sorted(found, key=lambda t: (fault not in t.tags, -shared(t), -t.worth, t.id))
 
     def search(self, query: str) -> list[Tip]:
-        """Tips whose tags or text have a word of the query, those with most of them first."""
+        """List the tips with a word of the query, most words first."""
         words = _words(query)
 
         def hits(tip: Tip) -> int:
@@ -169,7 +172,7 @@ class Tips:
         return sorted(found, key=lambda t: (-hits(t), -t.worth, t.id))[:FOUND]
 
     def add(self, tip: Tip, programs: Iterable[str]) -> bool:
-        """Keeps a tip; False where it was there already.
+        """Keep a tip; False where it was there already.
 
         Raises:
             CodaError: it contains a solution, or is too long; says what to leave out.
@@ -183,7 +186,7 @@ class Tips:
         return True
 
     def record_outcomes(self, run: str, arms: Mapping[str, str], *, success: bool) -> None:
-        """What became of a run, for each tip it was shown or denied; a run counts once."""
+        """Record what became of a run, for each tip shown or denied."""
         records = [
             {"kind": "outcome", "tip": tip, "run": run, "arm": arm, "success": success}
             for tip, arm in sorted(arms.items())
@@ -191,7 +194,7 @@ class Tips:
         self._append(records)  # of a run that was resumed and ends twice, the first is counted
 
     def prune(self, ids: Iterable[str] | None = None) -> list[Tip]:
-        """Removes tips: those named, else those shown often and followed mostly by failure."""
+        """Remove tips: those named, else those followed mostly by failure."""
         tips = self.all()
         if ids is None:
             gone = [t for t in tips.values() if t.shown.runs >= PRUNE_AFTER and t.worth < 0.5]
@@ -229,7 +232,7 @@ def _count(tips: Mapping[str, Tip], outcome: _Outcome, seen: set[tuple[str, str]
 
 
 def scan(text: str, programs: Iterable[str]) -> None:
-    """Refuses a tip that gives a solution away.
+    """Refuse a tip that gives a solution away.
 
     Raises:
         CodaError: it is code, or repeats a program; names the passage.
@@ -252,7 +255,7 @@ def scan(text: str, programs: Iterable[str]) -> None:
 
 
 def _words(text: str) -> set[str]:
-    """Its words of more than three letters: shorter ones are in every text."""
+    """List words of four letters or more; shorter ones are everywhere."""
     return set(re.findall(r"\w{4,}", text.lower()))
 
 
@@ -261,19 +264,19 @@ def _tokens(text: str) -> list[str]:
 
 
 def fault_of(gate: str, finding: Finding) -> str:
-    """What went wrong, as tips are kept under: the gate and the fault, or the kind of message."""
+    """Name what went wrong: the gate, and the fault or message."""
     said = re.sub(r"`[^`]*`|'[^']*'|\"[^\"]*\"|[\d.]+", "", finding.message)
     named = finding.where.get("fault") or " ".join(re.findall(r"[a-z]+", said.lower())[:8])
     return f"{gate}: {named}"
 
 
 def names_in(text: str) -> set[str]:
-    """The primitives that a program's text names."""
+    """List the primitives that a program's text names."""
     return {*vocabulary_names()}.intersection(_tokens(text)) - {"epilogue"}
 
 
 def arms(tips: Iterable[Tip], run: str, holdout: float) -> dict[str, str]:
-    """The arm of each tip in a run: held back with probability `holdout`, by the run's name."""
+    """Give each tip its arm in a run, `held` with probability `holdout`."""
     return {tip.id: "held" if _uniform(f"{run} {tip.id}") < holdout else "shown" for tip in tips}
 
 

@@ -1,4 +1,4 @@
-"""The best configurations of an accepted kernel at shapes of a user's own."""
+"""An accepted kernel's best configurations at shapes of a user's own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,14 +35,12 @@ def tune(
     new_run: Callable[[], Run],
     commit: Workspace | None = None,
 ) -> tuple[dict[str, Any], str | None]:
-    """Find the best configurations of an accepted kernel at (M, N, K) shapes on this GPU.
+    """Find a kernel's best configurations at shapes on this GPU.
 
     They go to the user's cache, shape by shape, so that what was measured stays measured. What the
     cache holds is not measured again.
 
     Args:
-        kernel: Of a workspace or of the package.
-        shapes: Where it is to be fast.
         observer: Told of gates, and by `shape.tuned` of each shape that is kept.
         new_run: Makes the run, where there is anything to do.
         commit: The workspace that has the kernel; its tuned.json then gets the lines too.
@@ -80,14 +78,8 @@ def tune(
         return lines(), None
     with short_run(new_run(), observer, "tune", kernel.name) as log:
         for shape in missing:
-            sizes = dict(zip(spec.gemm_dims, shape, strict=True))
-            measured = judge.tune_candidate(
-                spec.model_copy(update={"bench_shapes": (sizes,)}),
-                kernel.text,
-                execution.executor(),
-                observer=log.observer,
-                tiles=_proposed(function, shape, dtypes[0], gpu.name),
-            )
+            tiles = _proposed(function, shape, dtypes[0], gpu.name)
+            measured = _measured(spec, kernel.text, shape, tiles, log.observer)
             if measured.get(gpu.name, {}).keys() != set(dtypes):
                 raise CompileError(f"{kernel.name}: no proposed tile compiles in every type")
             user.add(plain(measured))
@@ -98,9 +90,10 @@ def tune(
 
 
 def check_shape(spec: Spec, shape: Shape) -> None:
-    """
+    """Refuse a shape that a kernel of the spec does not take.
+
     Raises:
-        SpecError: the spec, or a kernel of its types, does not allow a shape.
+        SpecError: it is refused.
     """
     sizes = dict(zip(spec.gemm_dims, shape, strict=True))
     spec.check_sizes(sizes)
@@ -108,9 +101,16 @@ def check_shape(spec: Spec, shape: Shape) -> None:
         raise SpecError(f"{spec.name}: {fault}")
 
 
+def _measured(
+    spec: Spec, text: str, shape: Shape, tiles: Sequence[TileConfig], observer: Observer
+) -> dict[str, Any]:
+    sizes = dict(zip(spec.gemm_dims, shape, strict=True))
+    at = spec.model_copy(update={"bench_shapes": (sizes,)})
+    return judge.tune_candidate(at, text, execution.executor(), observer=observer, tiles=tiles)
+
+
 def _proposed(function: Function, shape: Shape, dtype: str, gpu: str) -> list[TileConfig]:
-    """The right configurations to compile and time at a shape, as the model of their times ranks
-    them."""
+    """List the right configurations to time at a shape, the likeliest first."""
     program, *_ = function.programs.values()
     refused, model = function.tiles.refused, function.tiles.model(gpu, dtype)
     count, spills = PROPOSED + len(refused), function.tiles.spills

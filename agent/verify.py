@@ -1,17 +1,14 @@
-"""A program judged outside an author's run: an accepted kernel again, or a text alone."""
-
-from typing import Any
+"""A program judged outside an author's run: accepted, or a text alone."""
 
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
 from coda_agent.agent.device import Device
-from coda_agent.agent.judge import Observer, Verdict
+from coda_agent.agent.judge import Observer
 from coda_agent.agent.judge.provenance import digests
-from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.log import RunLog, short_run
 from coda_agent.agent.pipeline import Outcome
-from coda_agent.agent.workspace import Run, Workspace, resolve_kernel
+from coda_agent.agent.workspace import Workspace, resolve_kernel
 from coda_agent.primitives.errors import WorkspaceError
 from coda_agent.specs import Spec, load_spec
 
@@ -25,8 +22,9 @@ def verify(
     commit: bool = True,
     fresh: bool = False,
 ) -> Outcome:
-    """Judge an accepted kernel again where its evidence is stale or this machine can show more,
-    and raise or revoke its level; with `fresh`, in any case.
+    """Judge an accepted kernel again where due; raise or revoke its level.
+
+    It is due where its evidence is stale or this machine can show more; with `fresh`, in any case.
 
     Where nothing is due there is no run, and the outcome says so. One of the package, where the
     workspace has none of its name, is judged alone.
@@ -54,7 +52,12 @@ def verify(
         )
     run = workspace.new_run("verify", kernel)
     with short_run(run, observer, "verify", kernel) as log:
-        verdict = _judge(spec, text, log, device, known=stored.tuned)
+        _keep(log, spec, text)
+        verdict = judge.judge_candidate(
+            spec, text, execution.executor(),
+            device=device, observer=log.observer, known=stored.tuned,
+        )  # fmt: skip
+        log.verdict(verdict, "verify")
         sha: str | None = None
         level = verdict.level
         if commit:
@@ -68,36 +71,26 @@ def verify(
 
 
 def judge_only(
-    run: Run,
+    log: RunLog,
     spec: Spec,
     text: str,
-    observer: Observer,
     *,
     device: Device,
     gates: tuple[str, ...],
     seed: int | None,
 ) -> Outcome:
-    """Judge a text before some gates, with draws of a seed; only the run is stored."""
-    with short_run(run, observer, "check", spec.name) as log:
-        verdict = _judge(spec, text, log, device, gates, seed=seed)
-    level = verdict.level if verdict.passed else None
-    return Outcome(spec.name, verdict.passed, level, None, None, None, run.folder, verdict)
-
-
-def _judge(
-    spec: Spec,
-    text: str,
-    log: RunLog,
-    device: Device,
-    gates: tuple[str, ...] = GATES,
-    known: dict[str, Any] | None = None,
-    seed: int | None = None,
-) -> Verdict:
-    (log.folder / "spec.md").write_text(spec.text, "utf-8")
-    log.candidate(text)
+    """Judge a text before some gates; store nothing but the run."""
+    _keep(log, spec, text)
     verdict = judge.judge_candidate(
         spec, text, execution.executor(),
-        device=device, gates=gates, observer=log.observer, known=known, seed=seed,
+        device=device, gates=gates, observer=log.observer, seed=seed,
     )  # fmt: skip
     log.verdict(verdict, str(log.state.kind))
-    return verdict
+    level = verdict.level if verdict.passed else None
+    return Outcome(spec.name, verdict.passed, level, None, None, None, log.folder, verdict)
+
+
+def _keep(log: RunLog, spec: Spec, text: str) -> None:
+    """Write spec and candidate into the run, before anything is judged."""
+    (log.folder / "spec.md").write_text(spec.text, "utf-8")
+    log.candidate(text)

@@ -1,4 +1,4 @@
-"""Objects compiled ahead, so that a first call of a shape compiles nothing.
+"""Objects compiled ahead, so that a first call compiles nothing.
 
 - What a call looks up depends on the program, the types and the tile, not on the machine that
   compiled it: an image's build needs no GPU, where it names the one that kernels will run on.
@@ -53,8 +53,9 @@ class Built:
 def ahead(
     kernel: Kernel, shapes: Iterable[Shape], *, gpu: str | None = None, block: int | None = None
 ) -> tuple[list[CompileJob], list[Fold]]:
-    """What calls of a kernel at (M, N, K) shapes compile: every variant in every element type, in
-    the tile that is dispatched there.
+    """List what calls of a kernel at some shapes compile and fold.
+
+    That is every variant in every element type, in the tile that is dispatched there.
 
     Args:
         kernel: The kernel.
@@ -91,7 +92,7 @@ def ahead(
 
 
 def _forms(program: Program, tile: TileConfig, spec: Spec, element: str) -> list[CompileJob]:
-    """A program's objects in one tile: with scalars as numbers, and as tensors."""
+    """List a program's objects in one tile, by how scalars are given."""
     job = CompileJob.of(program, tile, "sm_90a", spec, element)
     if all(kind.dims for kind in program.operands.values()):
         return [job]
@@ -99,7 +100,7 @@ def _forms(program: Program, tile: TileConfig, spec: Spec, element: str) -> list
 
 
 def _gpu(function: Function, name: str | None) -> str:
-    """The name of the GPU that tiles are dispatched for."""
+    """Name the GPU that tiles are dispatched for."""
     if name is None:
         hint = 'name the one kernels will run on: --gpu "NVIDIA H200"'
         return demanded(here().gpu(), hint).name
@@ -118,8 +119,7 @@ def _note(job: CompileJob) -> str:
 
 
 def compiled(jobs: Sequence[CompileJob], folds: Sequence[Fold], observer: Observer) -> Built:
-    """Compiles what the cache of objects lacks. One that is stopped has lost nothing: the next
-    finds what it left.
+    """Compile what the object cache lacks; one that is stopped loses nothing.
 
     Raises:
         OSError: the cache cannot be written to.

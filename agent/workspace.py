@@ -1,4 +1,4 @@
-"""The workspace: a git repository (or a folder of one) with specs/, generated/ and logs/.
+"""The workspace: a git repository, or a folder of one.
 
 - Everything a command knows by name (a spec, a kernel) is looked up here, so that an unknown name
   always gets the same answer: what exists, and what was probably meant.
@@ -39,7 +39,7 @@ class GitError(WorkspaceError):
 
 
 def run_git(folder: Path, *args: str, lock: int | None = None) -> bytes:
-    """Runs one git command in `folder`, through GitPython, with hooks off; its stdout.
+    """Run a git command in `folder`, through GitPython, hooks off; its stdout.
 
     The descriptor `lock` is kept open as long as git works, whatever becomes of this process.
 
@@ -77,31 +77,31 @@ def run_git(folder: Path, *args: str, lock: int | None = None) -> bytes:
 
 
 def lock_error(lock: Path, said: str = "") -> GitError:
-    """The error of a git lock that is another's, or was left by a git that was killed."""
+    """Make the error of a git lock that stands in the way."""
     message = f"{lock} is in git's way: a git command runs here, or one was killed and left it"
     hint = f"where none runs, nor an editor of one: rm {shlex.quote(str(lock))}"
     return GitError(message, stderr=said, hint=hint)
 
 
 def packaged_specs() -> dict[str, Path]:
-    """The specs that come with the package, by name."""
+    """List the specs that come with the package, by name."""
     folders = _folders("coda_agent.specs")
     return {n: path for folder in folders for n, path in _specs_in(folder).items()}
 
 
 def packaged_kernels() -> "dict[str, Kernel]":
-    """The accepted kernels that come with the package, by name."""
+    """List the accepted kernels that come with the package, by name."""
     folders = _folders("coda_agent.generated")
     return {k.name: k for folder in folders for k in _kernels_in(folder)}
 
 
 def kernel_names(workspace: "Workspace | None") -> "dict[str, Kernel]":
-    """Every accepted kernel by name, the workspace's own before the packaged ones."""
+    """List accepted kernels by name, the workspace's own first."""
     return packaged_kernels() | {k.name: k for k in (workspace.kernels() if workspace else [])}
 
 
 def resolve_kernel(name: str, workspace: "Workspace | None") -> "Kernel":
-    """The kernel of that name for whoever reads it: the workspace's, else the package's.
+    """Find a kernel to read: the workspace's, else the package's.
 
     Raises:
         WorkspaceError: there is none.
@@ -176,7 +176,7 @@ class Kernel:
 
     @property
     def stale(self) -> list[str]:
-        """The gates by whose word its evidence no longer stands; none where it cannot be read."""
+        """The gates whose word no longer stands; none of unreadable evidence."""
         with contextlib.suppress(WorkspaceError):
             return self.evidence.stale
         return []
@@ -199,7 +199,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Workspace:
-    """A workspace at `root`, in the git working tree whose top folder is `top`."""
+    """A workspace at `root`, in the git working tree at `top`."""
 
     root: Path
     top: Path
@@ -213,7 +213,7 @@ class Workspace:
         return self.root / "generated"
 
     def git(self, *args: str, lock: int | None = None) -> str:
-        """Runs a git command at the top folder, as `run_git`; its stdout as text."""
+        """Run a git command at the top, as `run_git`; stdout as text."""
         return run_git(self.top, *args, lock=lock).decode("utf-8", "surrogateescape").strip()
 
     @cached_property
@@ -222,31 +222,30 @@ class Workspace:
         return Path(self.git("rev-parse", "--absolute-git-dir"))
 
     def spec_names(self) -> dict[str, Path]:
-        """Every spec by name, the workspace's own before the packaged ones."""
+        """List every spec by name, the workspace's own first."""
         return packaged_specs() | _specs_in(self.specs)
 
     def resolve_spec(self, arg: str) -> Path:
-        """The file of a spec given by path, or by name in specs/ or among the packaged ones."""
+        """Find a spec by path or name, here or among the packaged."""
         return resolve_spec(arg, self)
 
     def differing_spec(self, name: str, text: str) -> Path | None:
-        """The file that specs/, or else the package, has for the spec `name`, where it holds
-        another text than `text`; None where it holds the same, or there is none."""
+        """Find the file of the spec `name`, where its text is another."""
         path = self.spec_names().get(name)
         return path if path and path.read_text("utf-8-sig", "replace") != text else None
 
     def check_spec(self, name: str, text: str) -> None:
-        """
+        """Refuse a spec of which specs/ has another text.
+
         Raises:
-            WorkspaceError: specs/ has another text for the spec `name`, which is what a kernel of
-                this name is to be.
+            WorkspaceError: it has one, which is what a kernel of this name is to be.
         """
         if path := self.differing_spec(name, text):
             message = f"this run's spec {name} is not what {path} holds"
             raise WorkspaceError(message, hint="start a run of that, or give yours another name")
 
     def kernels(self) -> list[Kernel]:
-        """The accepted kernels: every folder of generated/ with an evidence.json, by name."""
+        """List the accepted kernels, the folders with an evidence.json, by name."""
         return _kernels_in(self.generated)
 
     def owns(self, kernel: Kernel) -> bool:
@@ -254,7 +253,7 @@ class Workspace:
         return kernel.folder.parent == self.generated
 
     def kernel(self, name: str) -> Kernel:
-        """The workspace's own kernel of that name, for whoever writes to its folder.
+        """Find the workspace's own kernel, for whoever writes to its folder.
 
         Raises:
             WorkspaceError: there is none.
@@ -266,7 +265,7 @@ class Workspace:
         return known[name]
 
     def new_run(self, kind: str, spec: str) -> Run:
-        """Makes logs/runs/<UTC time>-<kind>-<spec>-<4 hex>/."""
+        """Make logs/runs/<UTC time>-<kind>-<spec>-<4 hex>/."""
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         runs = self.root / "logs" / "runs"
         runs.mkdir(parents=True, exist_ok=True)
@@ -286,7 +285,7 @@ def _kernels_in(folder: Path) -> list[Kernel]:
 
 
 def resolve_spec(arg: str, workspace: Workspace | None) -> Path:
-    """As `Workspace.resolve_spec`, and without a workspace: a path or a packaged name.
+    """Find a spec as `Workspace.resolve_spec`, with or without a workspace.
 
     Raises:
         WorkspaceError: there is no such file, or no spec of that name.
@@ -305,7 +304,7 @@ def resolve_spec(arg: str, workspace: Workspace | None) -> Path:
 
 
 def find(start: Path | None = None) -> Workspace:
-    """The workspace at or above `start` (default: the current folder).
+    """Find the workspace at or above `start` (default: the current folder).
 
     Raises:
         WorkspaceError: no git repository there, or none of its folders on the way up has the
@@ -321,7 +320,7 @@ def find(start: Path | None = None) -> Workspace:
 
 
 def here() -> Workspace | None:
-    """The workspace around the current folder, for commands that can do without one."""
+    """Find the workspace around the current folder, if there is one."""
     try:
         return find()
     except (WorkspaceError, MachineError):  # there may be no git either
@@ -329,7 +328,7 @@ def here() -> Workspace | None:
 
 
 def _top(folder: Path) -> Path:
-    """The top of the working tree `folder` lies in."""
+    """Find the top of the working tree `folder` lies in."""
     try:
         said = run_git(folder, "rev-parse", "--show-toplevel")
     except GitError as error:
@@ -342,7 +341,7 @@ def _top(folder: Path) -> Path:
 
 
 def init(path: Path) -> tuple[Workspace, list[str]]:
-    """Makes a workspace at `path`; what exists stays as it is, and nothing is committed.
+    """Make a workspace at `path`, beside what exists; nothing is committed.
 
     Returns:
         The workspace, and what was made or extended, as paths relative to it.
@@ -378,7 +377,7 @@ def init(path: Path) -> tuple[Workspace, list[str]]:
 
 
 def commit_made(workspace: Workspace, made: list[str]) -> str:
-    """Commit what `init` made, beside whatever is staged; returns what is left to do, or "".
+    """Commit what `init` made, beside whatever is staged; what is left.
 
     A file that git knew before may hold the user's own changes too, so it is left to him.
     """

@@ -55,16 +55,16 @@ class Demo:
 
     @property
     def candidate(self) -> str:
-        """The part of the text that is a candidate: docstring, import and programs."""
+        """The text that is a candidate: docstring, import and programs."""
         return self.text.partition(END)[0]
 
     def inputs(self, generator: torch.Generator, m: int, n: int, k: int) -> dict[str, Any]:
-        """A (M, K), B (N, K), the operands, and what an `AddTile` is added to, by its name."""
+        """Draw A (M, K), B (N, K), operands, and an `AddTile`'s addend."""
         return draw(self.programs, self.unusual(generator, m, n), generator, m, n, k)
 
 
 def demos() -> list[Demo]:
-    """Every demonstration of this folder, by name."""
+    """List every demonstration of this folder, by name."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [_load(file) for file in files if not file.stem.startswith("_")]
 

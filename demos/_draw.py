@@ -1,4 +1,4 @@
-"""Random inputs of realistic size for the demonstrations, each as is usual for its kind."""
+"""Random inputs of realistic size for the demonstrations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(
     n: int,
     k: int,
 ) -> dict[str, Any]:
-    """A (M, K) and B (N, K), such that A Bᵀ has unit variance, and what the programs read.
+    """Draw operands, and A and B with A Bᵀ of unit variance.
 
     Vectors are float32, indices int64, scalars numbers, and all else bfloat16.
 
@@ -69,7 +69,7 @@ def _normal(
 
 
 def _columns(generator: torch.Generator, m: int, n: int) -> torch.Tensor:
-    """A column for each row; every fifth row has -100, PyTorch's mark for padding."""
+    """Draw a column for each row; every fifth -100, PyTorch's padding."""
     import torch
 
     drawn = torch.randint(n, (m,), generator=generator, device=generator.device)

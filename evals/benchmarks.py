@@ -1,5 +1,4 @@
-"""The suites of cases that `bench` measures, by name. Their modules are imported when one is made:
-most import torch."""
+"""The suites that `bench` measures; most import torch when made."""
 
 from __future__ import annotations
 

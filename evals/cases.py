@@ -1,4 +1,4 @@
-"""Cases: what several contenders compute, to be timed and checked against one truth.
+"""Cases: what contenders compute, to be timed and checked against one truth.
 
 - A `Case` is a name, contenders by name, and what sets it up on a device.
 - A contender is called with the number of the round, so that it can rotate its inputs.
@@ -27,7 +27,7 @@ OURS, BASE = "ours", "eager"
 
 
 class Absent(CodaError):
-    """Why a contender takes no part, or a case cannot be measured here."""
+    """Why a contender, or a whole case, cannot take part here."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def differentiated(
     values: Mapping[str, Tensor],
     phase: str,
 ) -> Callable[[int], Outputs]:
-    """Make the call of a function's forward pass, its backward pass, or both.
+    """Make the call of a function's forward pass, backward pass, or both.
 
     Args:
         way: From values by name to outputs.

@@ -1,4 +1,4 @@
-"""Records: one line of JSON for each thing measured, tried or judged, in evals/results/*.jsonl.
+"""Records: a line of JSON for each thing measured, tried or judged.
 
 - A line is added as soon as there is something to say, so an interruption loses one at most.
 - Of lines with one key the last counts. What was cut off in the middle of a line is dropped.
@@ -49,7 +49,7 @@ class Record(BaseModel):
         raise NotImplementedError
 
     def line(self) -> str:
-        """The record as JSON, without fields that have their defaults."""
+        """Write it as JSON, without fields that have their defaults."""
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False)
 
 
@@ -105,7 +105,7 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def read(path: Path, kind: type[RecordT]) -> dict[tuple[Any, ...], RecordT]:
-    """Read the records of a file by their keys; a file that is not there has none.
+    """Read a file's records by their keys, if there is one.
 
     Raises:
         CodaError: a line is no such record.
@@ -125,7 +125,7 @@ def read(path: Path, kind: type[RecordT]) -> dict[tuple[Any, ...], RecordT]:
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
-    """Add a line for each record behind the last whole line of a file."""
+    """Add a line for each record behind a file's whole lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path) as file:
         file.seek(0)
@@ -154,14 +154,14 @@ class About(BaseModel):
 
 
 def machine(about: Machine) -> str:
-    """Name a machine: `NVIDIA H200, driver 580.1, torch 2.11.0`, or `cpu, torch 2.11.0`."""
+    """Name a machine: `NVIDIA H200, driver 580.1, torch 2.11.0`, or `cpu, …`."""
     numbers = {"driver": about.driver, "torch": about.packages.get("torch")}
     said = (f"{name} {number}" for name, number in numbers.items() if number)
     return ", ".join([about.gpu or about.device, *said])
 
 
 def program_commit() -> str:
-    """Name the last commit of the program's sources; of an installed program, its version.
+    """Name the last commit of the sources, or an installed program's version.
 
     Commits of records and pages do not count. A copy without git says it by $CODA_AGENT_COMMIT.
     """

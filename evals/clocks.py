@@ -50,7 +50,7 @@ def loop(calls: Calls, _: int, device: str) -> dict[str, Samples]:
 
 
 def host(calls: Calls, rounds: int, device: str) -> dict[str, Samples]:
-    """Time calls until they return, in bursts of `BURST`; the waits between them do not count."""
+    """Time calls until they return, in bursts of `BURST`, without waits between."""
     wait, clock = _wait(device), time.perf_counter_ns
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-2, rounds):  # the first two compile and warm up
@@ -65,7 +65,7 @@ def host(calls: Calls, rounds: int, device: str) -> dict[str, Samples]:
 
 
 def ranks(calls: Calls, rounds: int, device: str) -> dict[str, Samples]:
-    """Time calls from where all ranks wait to where the last one is done, after one round more."""
+    """Time calls of all ranks together, after one round more."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Whole trials on a Dask cluster: `eval run --dask HOST:PORT`, the scheduler's address.
+"""Trials on a Dask cluster: `eval run --dask HOST:PORT`, the scheduler's address.
 
 A worker is a process with one thread, and with one GPU where it has any. It has the same program as
 the command, and sees the workspace at the same path; logs are written there.
@@ -66,7 +66,7 @@ class Cluster(Executor):
         return self._gpus[0] if self._gpus else None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run a function on a worker; what the loss of workers costs is a `BrokenExecutor`."""
+        """Run a function on a worker; its loss is a `BrokenExecutor`."""
         from distributed import KilledWorker
 
         result: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""FP8 by PyTorch alone: rounding, products, and a model's linears, forward and backward.
+"""FP8 by PyTorch alone: rounding, products, and linears in both passes.
 
 Linears are torchao's, by its row-wise recipe, or go by `torch._scaled_mm` where it is not
 installed.
@@ -20,7 +20,7 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def quantised(x: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """Round rows to FP8 by their own maxima, or by one; the values and a scale for each row."""
+    """Round rows to FP8, with their scales, or with one for all."""
     wide = x.float()
     scale = wide.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
     scale = scale.max().expand(len(scale)).contiguous() if whole else scale
@@ -28,13 +28,13 @@ def quantised(x: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def scaled_product(a: Tensor, weight: Tensor, *scales: Tensor, fast: bool = True) -> Tensor:
-    """Multiply in FP8; the fast form of the sum is the only one of the accepted kernels."""
+    """Multiply in FP8; accepted kernels sum in the fast form alone."""
     product: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     return product(a, weight.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def converted(model: nn.Module) -> str:
-    """Give the linears of a model, all but `lm_head`, FP8 products in place; say by what."""
+    """Give a model's linears but `lm_head` FP8 products; say by what."""
     names = [n for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"]
     try:
         import torchao  # pyright: ignore[reportMissingImports]
@@ -52,8 +52,10 @@ def converted(model: nn.Module) -> str:
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` in e4m3: of each product both factors are scaled anew, by rows of the result and
-    by its columns. Rows, and both widths, are multiples of 16."""
+    """`nn.Linear` in e4m3, factors scaled anew by a result's rows and columns.
+
+    Rows, and both widths, are multiples of 16.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         y: Any = _Product.apply(input.flatten(0, -2), self.weight)
@@ -76,6 +78,6 @@ class _Product(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """Multiply a by bᵀ; forward the sum is in the fast form, as torchao's recipe has it."""
+    """Multiply a by bᵀ, forward in the fast form, as torchao does."""
     (left, scale), (right, other) = quantised(a), quantised(b)
     return scaled_product(left, right, scale[:, None], other[None], fast=fast)

@@ -1,4 +1,4 @@
-"""The suite of `fuse`: functions of one to three products, as models have them in PyTorch.
+"""The suite of `fuse`: functions of one to three products of models.
 
 Each is timed forward, and in both passes, at 4096 rows, with the widths of a real model, in
 bfloat16. Gradients are those of all its arguments but tables and indices. Of its arguments
@@ -37,7 +37,7 @@ def suite(_: Path) -> Suite:
 
 
 def timed(model: str, shapes: str) -> Callable[[Any], Any]:
-    """Make a case of the function below; `shapes` are its arguments', in order."""
+    """Make a case of the function below, its arguments shaped by `shapes`."""
 
     def register(function: Any) -> Any:
         names = inspect.signature(function).parameters
@@ -53,12 +53,12 @@ def timed(model: str, shapes: str) -> Callable[[Any], Any]:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Read a shape such as `S,3072`: S is samples by their rows, M all rows, H a head's width."""
+    """Read a shape such as `S,3072`, where letters stand for `_LETTERS`."""
     return tuple(x for d in text.split(",") for x in _LETTERS.get(d) or (int(d),))
 
 
 def passes(case: str) -> str:
-    """The passes of a case, by which their means are taken together."""
+    """Name the passes of a case, by which means are taken together."""
     return "both passes" if case.endswith(" both passes") else "forward"
 
 
@@ -99,7 +99,7 @@ def _setup(
 
 
 def _shrunk(x: int, by: int) -> int:
-    """Divide an extent, in multiples of a head's width; what is no wider stays."""
+    """Divide an extent wider than a head, in multiples of that."""
     return x if x <= _HEAD or by == 1 else -(-x // by // _HEAD) * _HEAD
 
 

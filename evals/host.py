@@ -1,4 +1,4 @@
-"""The suite of host times: what a call of an accepted kernel costs the host.
+"""The suite of host times: what accepted kernels' calls cost the host.
 
 At the smallest check shape the device is done before the next call. Beside the public function are
 torch.mm of operands as large, and both under torch.compile.

@@ -1,4 +1,4 @@
-"""The suites of accepted kernels: the paper's, in the layers of models, and a workspace's own."""
+"""The suites of accepted kernels: the paper's, models', a workspace's own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def paper(root: Path) -> Suite:
 
 
 def shapes(root: Path) -> Suite:
-    """List the kernels at the products of four models, from one row to 16,384."""
+    """List kernels at the products of four models, by rows."""
 
     def place(name: str, model: str, rows: int, shrink: int) -> Place:
         widths = MODELS[model]
@@ -89,7 +89,7 @@ def shapes(root: Path) -> Suite:
 
 
 def own(root: Path) -> Suite:
-    """List accepted kernels, the workspace's own first, at the bench shapes of their specs."""
+    """List accepted kernels, the workspace's first, at their bench shapes."""
 
     def place(shape: Mapping[str, int], shrink: int) -> Place:
         return _shrunk(shape, shrink, 128), {}
@@ -122,7 +122,7 @@ def _shrunk(sizes: Mapping[str, int], by: int, unit: int) -> dict[str, int]:
 def _case(
     root: Path, name: str, contenders: Sequence[str], kernel: str, place: Callable[[int], Place]
 ) -> Case:
-    """Make the case of a kernel; `place` takes by how much sizes are divided."""
+    """Make a kernel's case; `place` takes what divides its sizes."""
 
     def make(device: str, shrink: int) -> Setup:
         sizes, widths = place(shrink)
@@ -147,7 +147,7 @@ def load(root: Path, name: str) -> Kernel:
 
 
 def _contender(workload: Workload, name: str) -> Contender:
-    """Build a contender, which notes what it leaves out, and ours its tile."""
+    """Build a contender that notes its tile and what it lacks."""
     call, given = (_OWN.get(name) or CONTENDERS[name])(workload), list[str]()
     tile = workload.kernel.tiles.choose(*workload.mnk, workload.dtype) if name == "ours" else None
 
@@ -163,7 +163,7 @@ def _contender(workload: Workload, name: str) -> Contender:
 
 
 def _less(workload: Workload, given: Sequence[str]) -> str:
-    """Say which of the spec's outputs a contender does not give, and what it gives instead."""
+    """Say which outputs a contender lacks, and what it gives instead."""
     names = workload.kernel.spec.outputs
     other, missing = [o for o in given if o not in names], [o for o in names if o not in given]
     if not missing or "product" in other:
@@ -173,7 +173,7 @@ def _less(workload: Workload, given: Sequence[str]) -> str:
 
 
 def _ours(workload: Workload, block: int | None = None) -> Call:
-    """Call the function that a user imports; what it overwrites is a copy."""
+    """Call the public function; what it overwrites is a copy."""
     kernel, spec = workload.kernel, workload.kernel.spec
     changed = {*spec.updated(spec.bindings()[0]).values()}
     sets = [

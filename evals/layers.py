@@ -1,4 +1,4 @@
-"""The suite of layers: blocks and heads, beside PyTorch and Liger; and training steps.
+"""The suite of layers: blocks, heads and training steps, beside others.
 
 - A block is a decoder layer without attention: from the output projection to the next layer's
   query, key and value with their rotation. A head is the final norm, the product with the
@@ -35,7 +35,7 @@ Way = Callable[[Values], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Widths:
-    """The widths of a block, or of a head where there are words.
+    """The widths of a block, or with words of a head.
 
     Attributes:
         d: Of the stream.
@@ -102,7 +102,7 @@ def _without_width(case: str) -> str:
 
 
 def cases() -> list[Case]:
-    """List the blocks and heads, a case a phase, and the blocks in FP8."""
+    """List blocks and heads by phase, and the blocks in FP8."""
     others = "gemm", "eager", "compile"
     made = (("block", BLOCKS, _block), ("head", HEADS, _head))
     found = [
@@ -184,7 +184,7 @@ class LigerOps(Ops):
 
 
 class Fp8Ops(Ops):
-    """A block with products in FP8 by `torch._scaled_mm`, which scales rows and columns.
+    """A block with products in FP8 by `torch._scaled_mm`.
 
     Args:
         behind: Whether products have a scale of one, which runs cuBLAS instead of CUTLASS, and the
@@ -264,7 +264,7 @@ def compiled(way: Way, t: Values, phase: str, backend: Any = "inductor") -> Cont
 
 
 def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], phase: str) -> Contender:
-    """Make the bare products: of rows and weights, and in a backward pass two more of each."""
+    """Make bare products; in a backward pass two more of each."""
     grads = [torch.randn(len(a), len(b), device=a.device, dtype=a.dtype) for a, b in pairs]
 
     def call(_: int) -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ def _setup(
     plain: Way, liger: Way, pairs: Callable[[], Sequence[tuple[Tensor, Tensor]]], t: Values,
     phase: str,
 ) -> Setup:  # fmt: skip
-    """Set up what PyTorch, Liger and bare products of `pairs` compute of values."""
+    """Set up PyTorch, Liger and bare products of `pairs`."""
     makers = {
         "ours": lambda: compiled(plain, t, phase, coda),
         "gemm": lambda: _multiplied([(a.detach(), b.detach()) for a, b in pairs()], phase),

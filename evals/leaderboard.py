@@ -1,4 +1,4 @@
-"""docs/leaderboard.md: authors by suites, one table, from the trials that are of today's specs."""
+"""docs/leaderboard.md: authors by suites, from trials of today's specs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ Boards = Mapping[tuple[str, str], Mapping[str, Sequence[Trial]]]
 
 
 def boards(workspace: Workspace) -> Boards:
-    """Group a workspace's trials, without those of another suite, spec or version of a gate."""
+    """Group a workspace's trials of today's suites, specs and gates."""
     folder = workspace.root / "evals" / "suites"
     known = {name: suites.load(str(path)) for name, path in suites.paths(folder).items()}
     digests = dict[tuple[str, str], str]()

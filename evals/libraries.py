@@ -228,7 +228,7 @@ def compose(workload: Workload, library: Library) -> Call:
 def _finish(
     workload: Workload, library: Library, x: dict[str, Any], b: Any
 ) -> tuple[Any, Function]:
-    """The weight of the product, as the library likes it, and what makes outputs of the product."""
+    """Lay out the weight; make what makes outputs of the product."""
     m, n, _ = workload.mnk
     match workload.name.removeprefix("gemm_rmsnorm_").removeprefix("gemm_"):
         case "swiglu":
@@ -258,8 +258,10 @@ def _finish(
 def _rope(
     workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any
 ) -> Function:
-    """The rotation, in place, so that O overwrites D, and on q and k alone. A library that wants q
-    and k contiguous gets each from a product of its own."""
+    """Make the rotation, in place, of q and k alone.
+
+    O overwrites D. A library that wants q and k contiguous gets each from a product of its own.
+    """
     (m, _, k), width, columns = workload.mnk, workload.heads.width, workload.heads.columns
     # What the kernel calls sin turns the other way.
     table = library.table(cs[:, 0:width:2].contiguous(), -cs[:, 1:width:2])
@@ -286,7 +288,7 @@ def _rope(
 
 
 def _quack_call(workload: Workload, x: dict[str, Any], config: TileConfig) -> Any:
-    """The epilogue, its D, its C, its arguments, and what returns the outputs."""
+    """Make the epilogue, D, C, arguments, and what returns outputs."""
     from quack.epilogue import library
 
     (m, n, _), d = workload.mnk, workload.product()
@@ -330,7 +332,7 @@ def _quack_call(workload: Workload, x: dict[str, Any], config: TileConfig) -> An
 
 
 def _tile_options(config: TileConfig) -> dict[str, Any]:
-    """The configuration as quack's keyword arguments."""
+    """Write the configuration as quack's keyword arguments."""
     return {
         "tile_M": config.tile_m, "tile_N": config.tile_n, "cluster_M": config.cluster_m,
         "cluster_N": config.cluster_n, "pingpong": config.pingpong,

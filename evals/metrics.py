@@ -1,4 +1,4 @@
-"""What trials amount to: scores, costs, intervals, who is ahead of whom. Pure functions.
+"""What trials amount to: scores, costs, intervals and ranks. Pure functions.
 
 - A score is a mean over specs of the mean over each spec's trials: a spec counts once, however
   often it was tried. What the judge did not pass scores 0.
@@ -65,7 +65,7 @@ def by_spec(trials: Iterable[Trial]) -> Groups:
 
 
 def pass_at_k(trials: int, successes: int, k: int) -> float:
-    """Give the chance that `k` of the trials, drawn without replacement, hold a success.
+    """Give the chance that `k` trials, drawn without replacement, hold a success.
 
     It is unbiased for that of `k` fresh trials (Chen et al., 2021).
 
@@ -78,7 +78,7 @@ def pass_at_k(trials: int, successes: int, k: int) -> float:
 
 
 def passing(groups: Groups, k: int) -> float | None:
-    """Give the mean of pass@k over specs; None where a spec has fewer than `k` trials."""
+    """Average pass@k over specs; None where one has fewer trials."""
     if not groups or any(len(trials) < k for trials in groups.values()):
         return None
     solved = ((len(trials), sum(t.solved for t in trials)) for trials in groups.values())
@@ -86,7 +86,7 @@ def passing(groups: Groups, k: int) -> float | None:
 
 
 def per_solution(trials: Iterable[Trial], value: Value) -> float | None:
-    """Divide what was spent on all trials by how many solved; None where none did, or unknown."""
+    """Divide all spending by how many solved; None if unknown or none."""
     counted = [trial for trial in trials if trial.counts]
     spent, good = [value(trial) for trial in counted], sum(trial.solved for trial in counted)
     known = [v for v in spent if v is not None]
@@ -100,7 +100,7 @@ def of_solved(trials: Iterable[Trial], value: Value) -> float | None:
 
 
 def resampled(groups: Groups, value: Value) -> dict[str, numpy.ndarray]:
-    """Draw each spec's mean: the first of a row is its own, `RESAMPLES` others follow."""
+    """Draw each spec's mean: its own, then `RESAMPLES` others."""
     found: dict[str, numpy.ndarray] = {}
     for spec, trials in groups.items():
         if values := [v for trial in trials if (v := value(trial)) is not None]:
@@ -112,7 +112,7 @@ def resampled(groups: Groups, value: Value) -> dict[str, numpy.ndarray]:
 
 
 def interval(specs: Mapping[str, numpy.ndarray]) -> Interval | None:
-    """Give the mean over specs, with the interval of resampled specs; None of no specs."""
+    """Average specs, with their resampled interval; None of no specs."""
     if not (n := len(specs)):
         return None
     rows = numpy.array([*specs.values()])
@@ -125,12 +125,12 @@ def interval(specs: Mapping[str, numpy.ndarray]) -> Interval | None:
 
 
 def score(groups: Groups, value: Value) -> Interval | None:
-    """Give a score of an author's trials; None without a trial that counts."""
+    """Score an author's trials; None where none counts."""
     return interval(resampled(groups, value))
 
 
 def ranks(authors: Mapping[str, Groups], value: Value) -> dict[str, int]:
-    """Rank authors: each one more than those that are ahead of it by more than chance."""
+    """Rank authors below those ahead of them by more than chance."""
     drawn = {author: resampled(groups, value) for author, groups in authors.items()}
     rank = dict.fromkeys(authors, 1)
     for one, other in itertools.combinations(authors, 2):

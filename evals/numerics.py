@@ -1,4 +1,4 @@
-"""The suite of numerics: GEMM - RMSNorm - GEMM on layers of Llama-3 8B (the paper's Figure 6).
+"""The suite of numerics: GEMM, RMSNorm, GEMM in Llama-3 8B (Figure 6).
 
 - A layer has a norm between two products in two places: between attention's output projection and
   gate and up, and between the down projection and QKV of the next layer. At the end there is one

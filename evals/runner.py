@@ -1,4 +1,4 @@
-"""The runner: checks and times the contenders of cases, and keeps a line a cell.
+"""The runner: checks and times contenders, and keeps each cell.
 
 - A cell is a contender at a case in a regime. Cells of this machine that are in the record are
   skipped; `again` measures those that another commit measured.
@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,17 +82,17 @@ class Bench:
         path, started = self.root / FOLDER / f"{suite.name}.jsonl", time.monotonic()
         known, cases = read(path, Cell), chosen(suite, choice)
         gpu = card(self.about.machine)
-        missing: list[tuple[Case, list[str]]] = []
+        missing: list[tuple[Case, Choice]] = []
         for case in cases:
             cells = {r: [known.get((case.name, n, r, gpu)) for n in _wanted(case, choice)]
                      for r in _regimes(case, suite, choice)}  # fmt: skip
             left = [r for r in cells if not all(self._holds(c, choice.again) for c in cells[r])]
             if left:
-                missing.append((case, left))
+                missing.append((case, replace(choice, regimes=left)))
         say(f"{len(cases) - len(missing)} of {len(cases)} cases are in the record")
         if self.device == "cuda" and missing:
             _compile([case for case, _ in missing], say)
-        for done, (case, regimes) in enumerate(missing):
+        for done, (case, due) in enumerate(missing):
             if done and choice.seconds is not None and time.monotonic() - started > choice.seconds:
                 say(f"stopped after {choice.seconds:g} s: {len(missing) - done} cases are left")
                 break
@@ -100,7 +100,7 @@ class Bench:
             place = f"{done + 1}/{len(missing)} {case.name}"
             measure = self._spawned if case.ranks > 1 else self.measured
             try:
-                for cell in measure(suite, case, _wanted(case, choice), regimes, say):
+                for cell in measure(suite, case, due, say):
                     append(path, [cell])
                     found.append(cell)
             except Absent as why:
@@ -116,12 +116,11 @@ class Bench:
             return False
         return not again or cell.commit == about.commit
 
-    def measured(
-        self, suite: Suite, case: Case, wanted: Sequence[str], regimes: Sequence[str], say: Say
-    ) -> Iterator[Cell]:
-        """Check the contenders of a case once, and time them in each regime."""
+    def measured(self, suite: Suite, case: Case, choice: Choice, say: Say) -> Iterator[Cell]:
+        """Check a case's contenders once; time them in each regime."""
         import torch
 
+        wanted = _wanted(case, choice)
         torch.compiler.reset()  # a function is compiled eight times in a process, then not again
         setup = case.make(self.device, self.shrink)
         calls: dict[str, Call] = {}
@@ -139,7 +138,7 @@ class Bench:
                     raise MachineError(f"{case.name}: {name}: {_line(fault)}", hint=hint) from fault
                 facts[name] = {"absent": _line(fault)}
         del setup
-        for regime in regimes:
+        for regime in _regimes(case, suite, choice):
             samples: Mapping[str, Samples] = {}
             if regime != UNTIMED:
                 samples = self.clocks[regime](calls, suite.rounds, self.device)
@@ -158,7 +157,7 @@ class Bench:
     def _checked(
         self, setup: Setup, name: str, base: dict[str, float]
     ) -> tuple[Contender, dict[str, Any]]:
-        """Build a contender and compare it with the truth; what a cell says of it.
+        """Build a contender, and compare it with the truth.
 
         Args:
             base: The errors of `BASE`, which goes first and is written there.
@@ -185,10 +184,8 @@ class Bench:
         found["note"] = "; ".join(dict.fromkeys(filter(None, notes)))[:400]
         return contender, found
 
-    def _spawned(
-        self, suite: Suite, case: Case, wanted: Sequence[str], regimes: Sequence[str], say: Say
-    ) -> Iterator[Cell]:
-        """As `measured`, in as many processes as the case has ranks; the first one's cells."""
+    def _spawned(self, suite: Suite, case: Case, choice: Choice, say: Say) -> Iterator[Cell]:
+        """Measure in as many processes as ranks; the first one's cells."""
         import torch
         from torch.multiprocessing.spawn import ProcessException, spawn
 
@@ -196,9 +193,8 @@ class Bench:
             raise Absent(f"it needs {case.ranks} GPUs, and this machine has {there}")
         with TemporaryDirectory() as folder:
             settings = self.root, self.about, self.device, self.shrink
-            given = folder, settings, suite.name, case.name, [*wanted], [*regimes]
             try:
-                spawn(_rank, given, nprocs=case.ranks)
+                spawn(_rank, (folder, settings, suite.name, case.name, choice), nprocs=case.ranks)
             except ProcessException as fault:
                 line = str(fault).strip().splitlines()[-1].strip()
                 raise CodaError(f"a process of {case.name} failed: {line}") from fault
@@ -206,10 +202,7 @@ class Bench:
                 yield Cell.model_validate_json(line)
 
 
-def _rank(
-    rank: int, folder: str, settings: Any, suite: str, case: str, wanted: list[str],
-    regimes: list[str],
-) -> None:  # fmt: skip
+def _rank(rank: int, folder: str, settings: Any, suite: str, case: str, choice: Choice) -> None:
     import torch
     import torch.distributed as dist
 
@@ -224,7 +217,7 @@ def _rank(
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=one.ranks)
     try:
-        cells = [*bench.measured(whole, one, wanted, regimes, lambda _: None)]
+        cells = [*bench.measured(whole, one, choice, lambda _: None)]
         every: list[Any] = [None] * one.ranks
         dist.all_gather_object(every, [cell.peak_mib for cell in cells])
         if rank == 0:
@@ -258,7 +251,7 @@ def chosen(suite: Suite, choice: Choice) -> list[Case]:
 
 
 def _compile(cases: Sequence[Case], say: Say) -> None:
-    """Compile the kernels of cases side by side: one after the other they take 3 s each."""
+    """Compile cases' kernels side by side: alone each takes 3 s."""
     started = time.monotonic()
     jobs = [case.job() for case in cases if case.job]
     jobs = [*{(job.program.digest, job.config): job for job in jobs}.values()]
@@ -274,7 +267,7 @@ def _check(what: str, name: str, known: Any) -> None:
 
 
 def _wanted(case: Case, choice: Choice) -> list[str]:
-    """List who takes part in a case; not those whose library is not installed."""
+    """List who takes part in a case; libraries that are installed."""
     always = {OURS, BASE, *choice.contenders}
     return [
         name
@@ -285,7 +278,7 @@ def _wanted(case: Case, choice: Choice) -> list[str]:
 
 
 def _regimes(case: Case, suite: Suite, choice: Choice) -> Sequence[str]:
-    """How a case is timed: as the choice or the suite says where the case can be."""
+    """List the regimes asked for that the case can be timed in."""
     asked = choice.regimes or suite.regimes
     if not case.regimes or UNTIMED in asked:
         return (UNTIMED,)
@@ -293,7 +286,7 @@ def _regimes(case: Case, suite: Suite, choice: Choice) -> Sequence[str]:
 
 
 def _timing(name: str, samples: Mapping[str, Samples]) -> dict[str, Any]:
-    """What a cell says of a contender's times; `fault` where there are none."""
+    """Time a contender by its samples; `fault` where there are none."""
     own, ours = samples[name], samples.get(OURS)
     if own.fault:
         return {"fault": own.fault}
@@ -330,7 +323,7 @@ def _line(fault: Exception) -> str:
 
 
 def peak_mib(call: Call) -> int:
-    """Measure the MiB that a call takes beyond what was there before it."""
+    """Measure the MiB that a call takes beyond what was there."""
     import torch
 
     torch.cuda.synchronize()

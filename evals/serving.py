@@ -1,5 +1,4 @@
-"""The suite of models: layers of transformers' models at few tokens and many, for inference and
-training.
+"""The suite of models: layers of transformers at few tokens and many.
 
 - A case is two layers without embeddings and head: attention, MLP, norms and residuals, in bf16.
   Those of a DiT-B see images of 256 patches whole, and a condition scales, shifts and gates them.
@@ -57,7 +56,7 @@ WORKS = {
 
 
 def suite(_: Path) -> Suite:
-    """List layers of each model at each number of tokens; means are taken over models."""
+    """List each model's layers at each number of tokens."""
     cases = [
         Case(f"{name} {phase} {tokens}", NAMES, partial(_layers, work, phase, tokens))
         for name, work in WORKS.items() for phase in PHASES for tokens in TOKENS
@@ -125,7 +124,7 @@ def _setup(model: Any, shape: tuple[int, ...], phase: str, device: str) -> Setup
 
 
 def _replayed(call: Callable[[], Any]) -> str:
-    """Name the kernels of attention that a graph of CUDA ran, and count all."""
+    """Name the attention kernels that a CUDA graph ran; count all."""
     names = [span.name for span in DeviceClock().trace(call)]
     found = [name for name in names if _ATTENTION.search(name) and not name.startswith("triton")]
     attention = sorted({name[:60] for name in found})
@@ -133,7 +132,7 @@ def _replayed(call: Callable[[], Any]) -> str:
 
 
 class Diffusion(nn.Module):
-    """Layers of a diffusion transformer, with the condition of each image as parameters.
+    """Layers of a diffusion transformer; each image's condition is a parameter.
 
     Args:
         images: How many.

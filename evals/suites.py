@@ -39,7 +39,7 @@ class _Model(BaseModel):
 
 
 class Shapes(_Model):
-    """Shapes in place of a spec's own; a list that is empty leaves the spec's."""
+    """Shapes in place of a spec's own, where there are any."""
 
     check: tuple[dict[str, PositiveInt], ...] = ()
     bench: tuple[dict[str, PositiveInt], ...] = ()
@@ -100,7 +100,7 @@ class Suite(_Model):
     def device(
         self, asked: Literal["auto", "cpu", "cuda"], gpu: Callable[[], Gpu | None] | None = None
     ) -> Device:
-        """Choose where it runs: on a GPU where the suite names one, unless told otherwise.
+        """Choose where it runs: a GPU where it names one, unless told.
 
         `gpu` looks for one elsewhere than on this machine.
 
@@ -151,7 +151,7 @@ class Suite(_Model):
 
 
 def load(name: str, *folders: Path) -> Suite:
-    """Load a suite by the path of its file, or by its name in `folders` or among the packaged.
+    """Load a suite by its file's path, or by its name.
 
     Raises:
         CodaError: there is none, or its file cannot be used; names the file and the first fault.
@@ -173,7 +173,7 @@ def load(name: str, *folders: Path) -> Suite:
 
 
 def paths(*folders: Path) -> dict[str, Path]:
-    """List the files of the packaged suites and of those in `folders`, by name."""
+    """List files of suites, packaged and in `folders`, by name."""
     return {p.stem: p for folder in (FOLDER, *folders) for p in sorted(folder.glob("*.toml"))}
 
 

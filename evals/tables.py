@@ -1,4 +1,4 @@
-"""docs/results.md: the cells of all suites as tables, and for a suite the same on a terminal."""
+"""docs/results.md: the cells of all suites as tables."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def others(cells: Iterable[Cell]) -> list[str]:
 
 
 def means(suite: Suite, cells: Sequence[Cell]) -> Rows:
-    """Tabulate geometric means of ratios, or of errors where nothing was timed, by group."""
+    """Tabulate mean ratios, or errors where nothing was timed, by group."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((suite.group(cell.case), cell.regime), []).append(cell)
@@ -230,7 +230,7 @@ def detail(cells: Sequence[Cell]) -> Rows:
 
 
 def slowest(cells: Sequence[Cell]) -> tuple[Rows, str]:
-    """Tabulate the warm cells that are slowest beside torch.compile; how many are slower."""
+    """Tabulate the slowest warm cells beside torch.compile; count the slower."""
     warm = [c for c in cells if c.contender == "compile" and c.regime == "warm" and c.ratio]
     slower = [cell for cell in warm if cell.ratio_interval and cell.ratio_interval[1] < 1]
     few = sorted(warm, key=lambda cell: cell.ratio or 0.0)[:_SLOWEST]
@@ -240,7 +240,7 @@ def slowest(cells: Sequence[Cell]) -> tuple[Rows, str]:
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:
-    """Say what others than ours ran, leave out or lack, and in how many cases."""
+    """Say what others ran, leave out or lack, in how many cases."""
     found: dict[tuple[str, str], set[str]] = {}
     for cell in cells:
         said = f"absent: {cell.absent}" if cell.absent else cell.note
@@ -253,7 +253,7 @@ def notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> Path:
-    """Draw the ratios of cases as bars, a panel a regime; of one case its times and memory.
+    """Draw ratios as bars, or one case's times and memory.
 
     Raises:
         MachineError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Training steps of models of transformers', by the backend `coda`, torch.compile and Liger.
+"""Training steps of transformers' models by `coda`, torch.compile and Liger.
 
 - A step is forward, backward and a fused AdamW. All contenders train the same weights in turn, by
   one optimizer, on the same random tokens.
@@ -33,7 +33,7 @@ these may be from PyTorch's."""
 
 @dataclass(frozen=True)
 class Work:
-    """A language model of transformers', and the tokens of a step on each GPU."""
+    """A language model of transformers', and each GPU's tokens a step."""
 
     family: str
     kind: str
@@ -109,8 +109,10 @@ OTHERS = {
 
 
 def cases() -> list[Case]:
-    """List a step of Llama-3.2-1B in bf16, of half the tokens (80 GB hold all contenders of it), in
-    FP8 and on two GPUs, losses of more steps, and a step of each other model."""
+    """List steps of Llama-3.2-1B, their losses, and other models' steps.
+
+    80 GB hold all contenders of half the tokens.
+    """
     compiled = "compile", "compile, mask folded"
     whole, narrow = ("ours", *compiled, "liger"), ("ours", "bf16", *compiled)
     alone = "ours", "eager", "ours, one GPU", "eager, one GPU"
@@ -170,7 +172,7 @@ class _Model:
             p.copy_(start)
 
     def loss(self) -> torch.Tensor:
-        """Compute the model's own loss, a sequence at a time: logits of all take 17 GB."""
+        """Compute the model's loss by sequences: logits of all take 17 GB."""
         with torch.no_grad():
             return torch.stack([self.model(input_ids=i[None], labels=i[None]).loss
                                 for i in self.all]).double().mean()  # fmt: skip
@@ -183,7 +185,7 @@ class _Model:
         return total / self.ranks
 
     def contender(self, name: str, own: bool) -> tuple[Any, Callable[[Any], Any], list[str]]:
-        """Make a contender's model, what takes the gradients of a loss on tokens, and notes.
+        """Make a contender's model, what takes gradients on tokens, and notes.
 
         Args:
             own: Whether it has weights of its own.
@@ -243,7 +245,7 @@ class _Model:
 
 
 def fold_mask(model: Any) -> None:
-    """Have attention run without a mask where it is causal or sees all, under torch.compile too."""
+    """Have causal or full attention run without a mask when compiled."""
     from transformers import AttentionInterface  # pyright: ignore[reportMissingImports]
     from transformers.integrations.sdpa_attention import (  # pyright: ignore[reportMissingImports]
         sdpa_attention_forward,
@@ -267,7 +269,7 @@ def adamw(model: Any, rate: float = 1e-5) -> Any:
 
 
 def parts(step: Callable[[], Any]) -> str:
-    """Name the kernels of attention that a step ran, and count ours of the backend."""
+    """Name the attention kernels that a step ran; count ours."""
     ran = operators_of(step)
     names = {name.removeprefix("aten::") for name in ran if "_scaled_dot_product" in name}
     kernels = sorted(name for name in names if "backward" not in name)
@@ -308,7 +310,7 @@ def _step(work: Work, fp8: bool, device: str, shrink: int) -> Setup:
 
 
 def _losses(work: Work, fp8: bool, device: str, shrink: int) -> Setup:
-    """Compare losses of steps on the same sequences with those of PyTorch, on one GPU."""
+    """Compare losses of steps with those of PyTorch on one GPU."""
     home = _Model(work.shrunk(shrink), fp8, device)
     each = max(1, len(home.ids) // 4)
 

@@ -1,4 +1,4 @@
-"""Trials: authors on the specs of a suite, each a run like any other, each leaving one record.
+"""Trials: authors on a suite's specs, each a run, one record each.
 
 - A trial has a workspace of its own: the tips as they were, no kernels, nothing committed. So no
   trial learns from another, and none changes what the user has. Its run is in the user's logs.
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coda_agent.agent import authors, pipeline
-from coda_agent.agent.events import Event, Requested
+from coda_agent.agent.events import Event, Requested, RunStarted
 from coda_agent.agent.judge.records import LEVELS, VERSIONS, Level, rank
 from coda_agent.agent.judgement import Gate, Machine
 from coda_agent.agent.log import read_events
@@ -84,7 +84,7 @@ class Trial(Judged):
 
     @property
     def counts(self) -> bool:
-        """Whether it says anything about its author: a fault of ours does not."""
+        """Whether it says anything about its author, not of our fault."""
         return self.outcome != "harness_fault"
 
     @property
@@ -94,7 +94,7 @@ class Trial(Judged):
 
     @property
     def stale(self) -> list[str]:
-        """The gates that decide by another version now; all where it names none."""
+        """The gates that decide otherwise now; all where it names none."""
         return super().stale if self.versions else [*VERSIONS]
 
 
@@ -118,6 +118,23 @@ class Task:
         return suite, self.device, self.spec, self.author, self.trial, self.without
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which trials of a suite are done.
+
+    Attributes:
+        authors: As `authors.kind_of` takes them.
+        trials: Instead of the suite's number.
+        specs: Some of the suite's; none means all.
+        again: Whether what another commit tried is tried again.
+    """
+
+    authors: Sequence[str]
+    trials: int | None = None
+    specs: Sequence[str] = ()
+    again: bool = False
+
+
 class Plan(NamedTuple):
     """What is to be done, and the records of what is done."""
 
@@ -133,46 +150,39 @@ def records_of(root: Path, suite: str) -> Path:
 def plan(
     workspace: Workspace,
     suite: Suite,
-    names: Sequence[str],
+    choice: Choice,
     *,
     device: Device,
-    trials: int | None = None,
-    only: Sequence[str] = (),
     without: tuple[str, ...] = (),
-    again: bool = False,
     options: authors.Options | None = None,
 ) -> Plan:
     """List the trials of a suite still to be done.
 
     Args:
-        names: Of authors, as `authors.kind_of` takes them.
-        trials: Instead of the suite's number.
-        only: Some of the suite's specs; none means all.
         without: What the authors are deprived of, sorted.
-        again: Whether what another commit tried is tried again.
         options: What the authors are told, within the budget of the suite.
 
     Raises:
         CodaError: an unknown author, or a spec the suite does not have.
     """
     known = suite.spec_names(workspace)
-    if unknown := [name for name in only if name not in known]:
+    if unknown := [name for name in choice.specs if name not in known]:
         raise CodaError(f"{unknown[0]} is not in suite {suite.name}, which has {', '.join(known)}")
     held, commit = read(records_of(workspace.root, suite.name), Trial), program_commit()
-    specs = {name: suite.spec(workspace, name) for name in only or known}
+    specs = {name: suite.spec(workspace, name) for name in choice.specs or known}
     options = options or authors.Options()
     limits = suite.budget.model_dump(exclude_none=True)
     options = replace(options, budget=replace(options.budget, **limits))
     found = Plan([], [])
-    for name in names:
+    for name in choice.authors:
         kind, which = authors.kind_of(name)
-        count = 1 if kind.deterministic else trials or suite.trials
+        count = 1 if kind.deterministic else choice.trials or suite.trials
         for author, tried in kind.tried(which, options, workspace, known).items():
             for spec in (name for name in tried if name in specs):
                 for trial in range(1, count + 1):
                     task = Task(workspace, suite, spec, author, trial, device, without, options)
                     record = held.get(task.key)
-                    if record and _stands(record, specs[spec], again and commit):
+                    if record and _stands(record, specs[spec], choice.again and commit):
                         found.done.append(record)
                     else:
                         found.tasks.append(task)
@@ -180,7 +190,7 @@ def plan(
 
 
 def _stands(record: Trial, spec: Spec, commit: str | Literal[False]) -> bool:
-    """Say whether a trial need not be done again; where a commit is given, only one of that."""
+    """Say whether a trial, of a commit where given, holds still."""
     fresh = record.counts and not record.stale and record.spec_digest == spec.digest
     return fresh and (not commit or record.commit == commit)
 
@@ -188,7 +198,7 @@ def _stands(record: Trial, spec: Spec, commit: str | Literal[False]) -> bool:
 def run(
     plan: Plan, pool: Executor, *, width: int, tell: Callable[[Task, Trial], None] = lambda *_: None
 ) -> list[Trial]:
-    """Do the trials of a plan, `width` at a time, and keep each as soon as it is done.
+    """Do a plan's trials, `width` at a time, keeping each when done.
 
     A fault of ours that cost no money is tried once more, after all others. The records are held by
     one `run` at a time. `run_trial` and its task are pickled where the pool needs that.
@@ -250,12 +260,12 @@ def run_trial(task: Task) -> Trial:
 
     spec = task.suite.spec(task.workspace, task.spec)
     author = authors.make(task.author, task.options, task.workspace)
+    settings = author.settings() | ({"withheld": task.without} if task.without else {})
+    begin = RunStarted(author=author.name, device=task.device, commit=False, **settings)
     with _aside(task.workspace, spec, tips="tips" not in task.without) as (where, path):
         try:
-            pipeline.generate(
-                where, path, author, watch,
-                device=task.device, commit=False, withheld=task.without,
-            )  # fmt: skip
+            with pipeline.opened(where, path, begin, watch) as bench:
+                pipeline.work(bench, author)
         except Exception:
             # What went wrong is the run's last event, which is what the record is made from.
             if not begun:
@@ -266,7 +276,7 @@ def run_trial(task: Task) -> Trial:
 
 @contextlib.contextmanager
 def _aside(workspace: Workspace, spec: Spec, *, tips: bool) -> Iterator[tuple[Workspace, Path]]:
-    """Make a workspace for one trial: today's tips, the spec, and the logs of `workspace`."""
+    """Make a trial's workspace: today's tips, the spec, shared logs."""
     runs = workspace.root / "logs" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="coda-agent-trial-") as name:
@@ -310,13 +320,13 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
 
 
 def _versions(gates: Mapping[str, Gate]) -> dict[str, int]:
-    """Take the versions of the gates that decided; where none did, a trial ages with them all."""
+    """Take the deciding gates' versions, or all where none decided."""
     ran = {name: gate.version for name, gate in gates.items() if gate.passed is not None}
     return ran or dict(VERSIONS)
 
 
 def _outcome(state: RunState, final: Attempt | None) -> tuple[Outcome, str]:
-    """Say how a trial ended, and why; `final` is its last full trial of a candidate."""
+    """Say how a trial ended, and why, by its last full trial."""
     verdict, reason = final and final.judgement, state.reason or ""
     if verdict and verdict.passed and verdict.level:
         return verdict.level, ""

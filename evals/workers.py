@@ -22,7 +22,7 @@ class _Here(Executor):
 
 
 def workers(count: int) -> Executor:
-    """Where trials run: in this process when one at a time, else in `count` of their own."""
+    """Make what runs trials: this process for one, else `count` others."""
     if count == 1:
         return _Here()
     return ProcessPoolExecutor(
@@ -41,8 +41,10 @@ def _begin_worker(secrets: dict[str, str], count: int) -> None:
 
 
 def leave_with_parent() -> None:
-    """This process ends when the one that spawned it does: a worker whose parent was killed would
-    wait for work for ever."""
+    """End this process when the one that spawned it does.
+
+    A worker whose parent was killed would wait for work for ever.
+    """
     if (parent := multiprocessing.parent_process()) is None:
         return
 

@@ -36,7 +36,7 @@ class Heads:
 
     @classmethod
     def of(cls, n: int, widths: Mapping[str, int]) -> Heads:
-        """Those of a model's widths; without a model three equal parts of heads of 128."""
+        """Divide by a model's widths, else in thirds of heads of 128."""
         if not widths:
             return cls(128, (n // 3, n // 3, n // 3))
         return cls(widths["head"], (widths["q"], widths["kv"], widths["kv"]))
@@ -44,7 +44,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Workload:
-    """One kernel at one size: its two sets of inputs and the float64 truth of the first.
+    """One kernel at one size: two sets of inputs, the first's truth.
 
     Three names of the truth are not the spec's: `product` = A Bᵀ, `loss` = lse - z_tgt, and
     `normed`, a finished RMSNorm.
@@ -66,7 +66,7 @@ class Workload:
         return self.kernel.spec.name
 
     def operands(self, x: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (M, K) and B (N, K) of a set."""
+        """Give A (M, K) and B (N, K) of a set."""
         a, b = self.kernel.spec.gemm
         return x[a], x[b]
 
@@ -88,18 +88,18 @@ class Workload:
         return LIMIT_8_BIT if narrow else LIMIT
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A buffer, in A's element type unless told otherwise."""
+        """Make a buffer, in A's element type unless told otherwise."""
         a, _ = self.operands(self.inputs[0])
         return a.new_empty(shape, dtype=dtype)
 
     def product(self) -> torch.Tensor:
-        """A buffer for A Bᵀ, (M, N)."""
+        """Make a buffer for A Bᵀ, (M, N)."""
         return self.new(*self.mnk[:2])
 
     def rotating(
         self, build: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], Function]
     ) -> Call:
-        """Build a call for each set from the inputs, A and B, and take them in turn."""
+        """Build a call for each set, and take them in turn."""
         calls = [build(x, *self.operands(x)) for x in self.inputs]
         return lambda i: calls[i % 2]()
 
@@ -111,7 +111,7 @@ def make_workload(
     device: str,
     widths: Mapping[str, int] = MappingProxyType({}),
 ) -> Workload:
-    """Draw both sets as the spec says, then make them what a Transformer would pass.
+    """Draw both sets by the spec, as a Transformer would pass them.
 
     A forward `r` is the row scale of A. A backward `z` is the row mean of its gradient times its
     norm's output. `cs` is one table for all heads, with the identity for the values. Scales of

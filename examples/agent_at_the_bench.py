@@ -1,4 +1,4 @@
-"""Do what an agent does at the bench: make a kernel by the tools that it has over MCP.
+"""Make a kernel as an agent does, by the tools over MCP.
 
     python examples/agent_at_the_bench.py
 
@@ -34,7 +34,7 @@ RIGHT = {"old": 'return {"out": relu(acc)}', "new": 'x = relu(acc)\n    return {
 
 
 async def work(command: str, workspace: Path) -> None:
-    """Make a kernel of a function: a wrong candidate, what the judge says of it, a right one."""
+    """Make a kernel: a wrong candidate, the judge's word, a right one."""
     server = StdioServerParameters(command=command, args=["mcp"], cwd=workspace)
     async with Client(server) as bench:
 

@@ -1,4 +1,4 @@
-"""Make a kernel of a function of your own, and call it as a library does.
+"""Make a kernel of your own function, and call it.
 
     python examples/function_to_kernel.py
 
@@ -24,7 +24,7 @@ def gated(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Draft its spec, have it written and judged, and compare it with PyTorch."""
+    """Draft its spec, have it written, and compare it with PyTorch."""
     folder = Path(tempfile.mkdtemp(prefix="coda-agent-"))
     source = f"from __future__ import annotations\n\nimport torch\n\n\n{inspect.getsource(gated)}"
     (folder / "gated.py").write_text(source)

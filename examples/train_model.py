@@ -1,4 +1,4 @@
-"""Train a small Llama of transformers by the kernels, and the same by PyTorch, from equal weights.
+"""Train a small Llama by kernels, and the same by PyTorch.
 
     python examples/train_model.py --steps 20
 

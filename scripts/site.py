@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages of the site that are not in docs/, and links from the sources."""
+"""A hook of mkdocs: generated pages, and links from the sources."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(text: str, page: Any, files: Files, **_: Any) -> str:
-    """Write a page as Python-Markdown reads it; a link to a file that is no page becomes text."""
+    """Write a page as Python-Markdown reads it; links to non-pages become text."""
     here = Path(SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
 
     def link(found: re.Match[str]) -> str:
@@ -44,7 +44,7 @@ def on_page_markdown(text: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def kernels() -> str:
-    """The accepted kernels, by their docstrings."""
+    """Write the accepted kernels' docstrings."""
     parts = ["# Kernels\n\n`from coda_agent.generated import gemm_swiglu`: each is a function."]
     for name in dir(generated):
         said = getattr(generated, name).__doc__
@@ -53,7 +53,7 @@ def kernels() -> str:
 
 
 def primitives() -> str:
-    """The vocabulary, by kind."""
+    """Write the vocabulary, by kind."""
     parts = [
         "# Primitives\n\nWhat programs are written from: `from coda_agent.primitives import …`."
     ]
@@ -66,7 +66,7 @@ def primitives() -> str:
 
 
 def commands() -> str:
-    """Every command's help."""
+    """Write every command's help."""
     parts = ["# Commands"]
     for title, some in GROUPS.items():
         parts.append(f"## {title}")

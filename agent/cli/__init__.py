@@ -81,7 +81,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     app()
 
 

@@ -1,4 +1,4 @@
-"""Commands around authors: have a kernel written, go on with it, and work at the bench by hand."""
+"""Commands around authors: begin a kernel, go on, work by hand."""
 
 import json
 from collections.abc import Sequence
@@ -143,7 +143,7 @@ def prompt(
 
 
 def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[list[int], str]:
-    """The tokens of requests: counted by the API where a key is set, else estimated."""
+    """Count the tokens of requests by the API, or estimate them."""
     guessed = [prompting.estimated_tokens(sent) for sent in asked]
     if not (key := KEYS.take()):
         return guessed, "estimated: no key is set to count them"
@@ -174,7 +174,7 @@ def mcp(
 
 
 def price_of(price_in: float | None, price_out: float | None) -> Price | None:
-    """What --price-in and --price-out say; None where neither is given.
+    """Read --price-in and --price-out; None where neither is given.
 
     Raises:
         CodaError: only one of them is given, or one is no price.
@@ -185,7 +185,7 @@ def price_of(price_in: float | None, price_out: float | None) -> Price | None:
 
 
 def _made(name: str, options: authors.Options, workspace: Workspace) -> authors.Author:
-    """An author, its limits said."""
+    """Make an author, and say its limits."""
     who = authors.make(name, options, workspace)
     if who.limits and not quiet():
         typer.echo(who.limits)

@@ -1,4 +1,4 @@
-"""Commands that make a workspace, say what the machine has, and show what programs are made of."""
+"""Commands for a first look: workspace, machine, stages of programs, primitives."""
 
 import shlex
 from pathlib import Path
@@ -72,7 +72,7 @@ def doctor(
 
 
 def _exports(folders: list[Path]) -> Reply:
-    """A line for each exported kernel, and one for each fault."""
+    """Say a line for each exported kernel, and one for each fault."""
     from coda_agent.agent.export.inspection import exports_in, inspected  # it takes long to import
 
     found = [inspected(x) for folder in folders for x in exports_in(folder)]
@@ -128,7 +128,7 @@ def explain(
 def _planned(
     target: str, stage: str, shapes: list[str], html: Path | None, *, verbose: bool
 ) -> Reply:
-    """The plan of a function or of a spec's reference, or one stage of each of its kernels."""
+    """Show a function's plan, or one stage of each of its kernels."""
     from coda_agent.fuse import show, worker  # they import what runs kernels
 
     if ":" in target:

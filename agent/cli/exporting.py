@@ -1,4 +1,4 @@
-"""Commands that write what is made here for other people's frameworks and agents."""
+"""Commands that write for other people's frameworks and agents."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Commands on accepted kernels and on files that may become some: judge, and judge again."""
+"""Commands that judge accepted kernels, and files that may become some."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from coda_agent.agent.cli.options import (
 from coda_agent.agent.cli.report import judged, progress, quiet, reported
 from coda_agent.agent.cli.spec import about, line
 from coda_agent.agent.judge.records import GATES
+from coda_agent.agent.log import short_run
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Kernel, Workspace, find, here, resolve_kernel, resolve_spec
 from coda_agent.primitives.errors import CodaError
@@ -65,10 +66,8 @@ def check(
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
     text, found = targets.program(target, spec)
     run = targets.new_run("check", found.name)
-    with progress() as observer:
-        outcome = verification.judge_only(
-            run, found, text, observer, device=device, gates=gates, seed=seed
-        )
+    with progress() as observer, short_run(run, observer, "check", found.name) as log:
+        outcome = verification.judge_only(log, found, text, device=device, gates=gates, seed=seed)
     return judged(outcome)
 
 
@@ -127,12 +126,12 @@ def verify(
 
 
 def _again(kernel: Kernel) -> str:
-    """What to do about gates whose word is stale; nothing where all stand."""
+    """Say what to do about stale gates; nothing where all stand."""
     stale = ", ".join(kernel.stale)
     return f"stale ({stale}): coda-agent verify {kernel.name} judges it again" if stale else ""
 
 
 def differing(workspace: Workspace, kernel: Kernel) -> Path | None:
-    """The file of a kernel's spec where it holds another text than the one it was accepted with."""
+    """Find the spec of a kernel's name, where its text is another."""
     frozen = kernel.spec.read_text("utf-8", errors="replace") if kernel.spec.is_file() else ""
     return workspace.differing_spec(kernel.name, frozen)

@@ -1,4 +1,4 @@
-"""Commands whose modules are imported when they are run, or their own help is asked for.
+"""Commands whose modules are imported when they are run or explained.
 
 A list of commands is made without them: what it says of each is the first line of its docstring,
 read from the source.
@@ -50,12 +50,12 @@ class Lazy(TyperCommand):
 
 
 def lazily(module: str, *functions: str) -> list[Lazy]:
-    """The commands of one module."""
+    """Make the commands of one module."""
     return [Lazy(module, function) for function in functions]
 
 
 def group(name: str, help: str, *commands: Lazy) -> TyperGroup:
-    """A command of commands."""
+    """Make a command of commands."""
     for command in commands:
         command.path = f"{name} "
     about: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}

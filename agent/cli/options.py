@@ -1,4 +1,4 @@
-"""Arguments and options that commands share, and the names that a shell completes."""
+"""Arguments and options that commands share, and names that a shell completes."""
 
 from collections.abc import Callable, Iterable
 from glob import iglob
@@ -22,14 +22,14 @@ def completed(
 
 
 def known_kernels() -> Iterable[str]:
-    """The accepted kernels, of the workspace and of the package."""
+    """List the accepted kernels, of the workspace and of the package."""
     from coda_agent.agent.workspace import here, kernel_names
 
     return kernel_names(here())
 
 
 def known_specs() -> Iterable[str]:
-    """The specs, of the workspace and of the package."""
+    """List the specs, of the workspace and of the package."""
     from coda_agent.agent.workspace import here, packaged_specs
 
     workspace = here()

@@ -1,4 +1,4 @@
-"""What the commands say: one JSON document, or text for people; errors in one line, never a trace.
+"""What commands say: one JSON document, or text; errors in one line.
 
 Only a terminal gets rich, and only for what moves; lists are plain aligned text, which pipes,
 pages and greps the same as it reads.
@@ -37,7 +37,7 @@ _AS_JSON = ContextVar("_AS_JSON", default=False)
 def reported(
     *shared: str, json_too: bool = True, compiles: bool = False
 ) -> Callable[[Callable[..., Reply]], Callable[..., None]]:
-    """Make a function returning a Reply a command, which has options of `SHARED` and --json.
+    """Make a function that returns a Reply a command, with `shared` options.
 
     One that `compiles` begins only where the cache can be written.
     """
@@ -66,7 +66,7 @@ def reported(
 
 
 def _own(shared: Sequence[str], given: dict[str, Any], compiles: bool) -> dict[str, Any]:
-    """Return the options that a command takes itself; the others go to where `SHARED` says.
+    """Take out the options that go to where `SHARED` says.
 
     Raises:
         MachineError: the command compiles, and the cache cannot be written.
@@ -86,13 +86,13 @@ def columns(rows: tables.Rows) -> str:
 
 
 def quiet() -> bool:
-    """Whether stdout is to be one document, so that progress is not told."""
+    """Whether stdout is one document, so that no progress is told."""
     return _AS_JSON.get()
 
 
 @contextlib.contextmanager
 def _one_document() -> Iterator[None]:
-    """Sends what libraries and child processes print to stderr."""
+    """Send what libraries and child processes print to stderr."""
     before = _AS_JSON.set(True)
     sys.stdout.flush()
     saved = os.dup(1)
@@ -107,8 +107,7 @@ def _one_document() -> Iterator[None]:
 
 
 def told(outcome: "Outcome") -> str:
-    """What the progress lines leave out: what was not shown on this machine, the timings, and what
-    became of the candidate."""
+    """Say what progress lines leave out, and what became of a candidate."""
     from coda_agent.agent.judge.records import PerformanceReport
     from coda_agent.agent.judgement import Cell
     from coda_agent.agent.review import speed
@@ -128,7 +127,7 @@ def told(outcome: "Outcome") -> str:
 
 
 def sentence(outcome: "Outcome", *, shown: bool = False) -> str:
-    """Say what became of a candidate, on one line; of findings that are `shown` the gate."""
+    """Say what became of a candidate; of `shown` findings name the gate."""
     verdict, before = outcome.verdict, outcome.before
     if not outcome.passed:
         gates = verdict.gates if verdict else []
@@ -152,12 +151,12 @@ def sentence(outcome: "Outcome", *, shown: bool = False) -> str:
 
 
 def judged(outcome: "Outcome") -> Reply:
-    """What became of a candidate; exit code 0 where it passed."""
+    """Reply what became of a candidate; exit code 0 where it passed."""
     return Reply(outcome.record(), told(outcome), 0 if outcome.passed else REFUSED)
 
 
 class Standing:
-    """How far the run of a model has come, for the line that is shown while it works."""
+    """How far a model's run has come, for the line shown meanwhile."""
 
     def __init__(self, usd: float) -> None:
         self.turns = self.attempts = 0
@@ -184,7 +183,7 @@ class Standing:
                 pass
 
     def line(self, note: str) -> str:
-        """Say where it stands: turn, attempt, what is done now, dollars of the cap, the best."""
+        """Say turn, attempt, what is done, dollars of the cap, the best."""
         if self.cap is None:
             return note
         spent = f"${self.usd:.2f} of {self.cap:.2f}"
@@ -194,8 +193,10 @@ class Standing:
 
 @contextlib.contextmanager
 def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
-    """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere. The spinner
-    is gone before anything else is printed, and with the context. `usd` was spent before."""
+    """Make an observer that shows the gates; `usd` was spent before.
+
+    It is a spinner on a terminal, gone before anything else is printed, and plain lines elsewhere.
+    """
     if silent or quiet():
         yield lambda *_: None
         return

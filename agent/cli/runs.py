@@ -65,7 +65,7 @@ def runs(
 
 
 def _one(found: Run, html: Path | None, format: str | None) -> Reply:
-    """What happened in a run; its events where one document is asked for."""
+    """Show a run; its events where one document is asked for."""
     from rich.console import Console
 
     if quiet():

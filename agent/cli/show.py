@@ -1,4 +1,4 @@
-"""The command that shows kernels: what they are, what they stand on, what needs a look."""
+"""The command that shows kernels, and what of them needs a look."""
 
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ def show(
 
 
 def _all() -> Reply:
-    """The workspace's kernels, the package's, and the specs still without one."""
+    """List the workspace's kernels, the package's, and specs without one."""
     workspace = find()
     kernels = kernel_names(workspace)
     own = reviews.review(workspace, [k for k in kernels.values() if workspace.owns(k)])
@@ -59,7 +59,7 @@ def _all() -> Reply:
 
 
 def _one(kernel: Kernel) -> Reply:
-    """A kernel: program, level, evidence, and what a call dispatches."""
+    """Show a kernel: program, level, evidence, and what a call dispatches."""
     (found,) = reviews.review(here(), [kernel])
     evidence = None if kernel.level == "damaged" else kernel.evidence
     runs = dispatched(kernel.folder) if evidence else {}
@@ -81,7 +81,7 @@ def _one(kernel: Kernel) -> Reply:
 
 
 def _pages(kernel: str | None, folder: Path) -> Reply:
-    """A page for each kernel of the workspace, and one that lists them."""
+    """Write a page for each kernel, and one that lists them."""
     workspace = find()
     chosen = [targets.accepted(kernel)] if kernel else workspace.kernels()
     if not chosen:
@@ -92,8 +92,7 @@ def _pages(kernel: str | None, folder: Path) -> Reply:
 
 
 def dispatched(folder: Path) -> dict[str, list[str]]:
-    """What calls run, by M, at the N and K of the kernel's first benchmark: on this machine's GPU,
-    else on an H200; or why the kernel cannot be called."""
+    """Say which tiles calls run, by M, or why there are none."""
     import torch
 
     from coda_agent.runtime.dispatch import H200

@@ -57,7 +57,7 @@ def spec(
 
 
 def _copied(workspace: Workspace, name: str, *, force: bool) -> Reply:
-    """A shipped spec in the workspace, to be changed there."""
+    """Copy a shipped spec into the workspace, to be changed there."""
     known = packaged_specs()
     if name not in known:
         raise WorkspaceError(f"no shipped spec {name!r}", hint=near_matches(name, known))
@@ -68,7 +68,7 @@ def _copied(workspace: Workspace, name: str, *, force: bool) -> Reply:
 
 
 def source_of(function: str) -> Source:
-    """The function that `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `-` names.
+    """Read the function that `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `-` names.
 
     Raises:
         CodaError: it cannot be read.
@@ -81,7 +81,7 @@ def source_of(function: str) -> Source:
 
 
 def spec_examples(spec: Spec) -> tuple[Source, dict[str, Example]]:
-    """A spec's reference as a function, with its first bench shape for an example."""
+    """Read a spec's reference as a function, with examples of its arguments."""
     declared, sizes = spec.declared, spec.declared.bench_shapes[0]
     binding = spec.bind()
     examples: dict[str, Example] = {}
@@ -93,7 +93,7 @@ def spec_examples(spec: Spec) -> tuple[Source, dict[str, Example]]:
 
 
 def about(spec: Spec) -> dict[str, object]:
-    """What a spec is, as a document."""
+    """Describe a spec as a document."""
     return {
         "spec": spec.name, "path": spec.path, "summary": spec.summary, "digest": spec.digest,
         "inputs": {x: list(spec.symbolic_shape(x)) for x in spec.inputs},
@@ -102,7 +102,7 @@ def about(spec: Spec) -> dict[str, object]:
 
 
 def line(spec: Spec) -> str:
-    """What a spec is, on one line."""
+    """Describe a spec on one line."""
 
     def faces(names: Iterable[str]) -> str:
         return ", ".join(f"{x} {list(spec.symbolic_shape(x))}".replace("'", "") for x in names)

@@ -22,19 +22,19 @@ from coda_agent.specs import Spec, load_spec
 
 
 def accepted(name: str) -> Kernel:
-    """As `resolve_kernel`, in the workspace around the current folder."""
+    """Find a kernel as `resolve_kernel`, in the workspace around this folder."""
     return resolve_kernel(name, here())
 
 
 def new_run(kind: str, spec: str) -> Run:
-    """A run of the workspace; a temporary folder where there is none."""
+    """Make a run of the workspace, or else in a temporary folder."""
     if workspace := here():
         return workspace.new_run(kind, spec)
     return Run(f"{kind}-{spec}", Path(tempfile.mkdtemp(prefix=f"coda-agent-{kind}-")))
 
 
 def program(arg: str, spec: str | None = None) -> tuple[str, Spec]:
-    """The text and the spec of a FILE or KERNEL.
+    """Read the text and the spec of a FILE or KERNEL.
 
     Raises:
         WorkspaceError: there is no such thing, or no spec for it.
@@ -44,8 +44,9 @@ def program(arg: str, spec: str | None = None) -> tuple[str, Spec]:
 
 
 def explainable(arg: str) -> tuple[str | None, Spec | None]:
-    """The text and the spec of a FILE or KERNEL, without a spec where there is none; or a SPEC
-    alone, without a text.
+    """Read the text and the spec of a FILE, KERNEL or SPEC.
+
+    Of a SPEC there is no text.
 
     A kernel goes before a spec of its name: it is what runs. But a spec that a workspace changed
     goes before the package's kernel, and the spec's path asks for the spec.
@@ -78,7 +79,7 @@ def _program_file(arg: str) -> Path:
 
 
 def _spec_of(path: Path, spec: str | None) -> Path:
-    """The spec given, else spec.md beside the program, else one by the program's own name."""
+    """Find a program's spec: as given, beside it, or by its name."""
     workspace = here()
     if spec is not None:
         return resolve_spec(spec, workspace)
@@ -96,7 +97,7 @@ def _spec_of(path: Path, spec: str | None) -> Path:
 def named(
     kernels: list[str] | None, every: bool, look: Callable[[str], Kernel] = accepted
 ) -> list[Kernel]:
-    """The kernels asked for; each is looked up before the first is judged."""
+    """Find the kernels asked for, all before the first is judged."""
     workspace = find()
     if every == bool(kernels):
         raise CodaError("name kernels, or give --all", hint="coda-agent show lists them")

@@ -60,7 +60,7 @@ def tool(
 
 
 def read(given: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split KEY=VALUE into texts of files, named after an @ (@@ is an @ itself), and words."""
+    """Split KEY=VALUE into texts of files, after @, and words."""
     texts: dict[str, str] = {}
     words: dict[str, str] = {}
     for word in given:
@@ -104,7 +104,7 @@ def _listed() -> Reply:
 
 
 def _described(name: str) -> Reply:
-    """What a tool takes."""
+    """Say what a tool takes."""
     if name not in TOOLS:
         raise CodaError(f"no tool named {name!r}", hint=near_matches(name, TOOLS))
     tool = TOOLS[name]
@@ -122,7 +122,7 @@ def _described(name: str) -> Reply:
 
 
 def _values(field: dict[str, Any]) -> str:
-    """What a field of a schema takes, in a few words."""
+    """Say what a field of a schema takes, in a few words."""
     if "anyOf" in field:
         kinds = [_values(choice) for choice in field["anyOf"] if choice.get("type") != "null"]
     elif "enum" in field:

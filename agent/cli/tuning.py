@@ -1,4 +1,4 @@
-"""Commands that make kernels ready for shapes of a user's own: best tiles, compiled objects."""
+"""Commands that make kernels ready for shapes of a user's own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -139,10 +139,8 @@ def fit(
         typer.echo(line)
 
     with progress() as observer:
-        path = fitting.fit_tables(
-            workspace.generated, chosen, executor(), observer,
-            count=count, also=named, fresh=fresh, say=say,
-        )  # fmt: skip
+        wanted = fitting.Wanted(count, named, fresh)
+        path = fitting.fit_tables(workspace.generated, chosen, wanted, executor(), observer, say)
     written = f"wrote {path}; it takes effect where the package is loaded next" if path else ""
     return Reply({"table": path, "kernels": lines}, written)
 
@@ -150,7 +148,7 @@ def fit(
 def _named(
     given: list[str] | None, file: Path | None, model: Path | None, rows: str
 ) -> Callable[[Path], list[Shape]]:
-    """The shapes that the options name, of a kernel by its spec's path."""
+    """Make what gives the shapes that options name, by a spec's path."""
     if not (given or file or model):
         raise CodaError("no shapes are named", hint="--shape, --shapes or --from-model")
     own = [shapes.shape(text) for text in given or []] + (shapes.in_file(file) if file else [])

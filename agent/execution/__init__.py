@@ -16,7 +16,7 @@ def executor() -> Executor:
 
 
 def usable_gpu(device: str) -> Gpu | None:
-    """Choose the GPU that kernels run on: "cuda" demands one, "cpu" takes none.
+    """Choose the GPU to run on: "cuda" demands one, "cpu" takes none.
 
     Raises:
         MachineError: "cuda", and there is no Hopper GPU.

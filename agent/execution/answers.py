@@ -1,4 +1,4 @@
-"""What a worker answers, whichever it is: one tagged union, as data on its pipe."""
+"""What any worker answers: one tagged union, as data on its pipe."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
@@ -17,7 +17,7 @@ class Ok(Record):
 
 
 class Refused(Record):
-    """The job raised an error of the tree in `primitives.errors`: its class, message and hint."""
+    """The job raised an error of `primitives.errors`."""
 
     kind: Literal["refused"] = "refused"
     error: str
@@ -26,16 +26,16 @@ class Refused(Record):
 
     @classmethod
     def of(cls, error: errors.CodaError) -> Self:
-        """An error that was raised, as data."""
+        """Turn an error that was raised into data."""
         return cls(error=type(error).__name__, message=error.message, hint=error.hint)
 
     def raised(self) -> errors.CodaError:
-        """The error again."""
+        """Make the error again."""
         return getattr(errors, self.error)(self.message, hint=self.hint)
 
 
 class Fault(Record):
-    """The GPU, or its memory, failed: how, and what was said of it."""
+    """The GPU, or its memory, failed: how, and what was said."""
 
     kind: Literal["fault"] = "fault"
     fault: str
@@ -54,7 +54,7 @@ _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator
 
 
 def read_answer(data: Any) -> Answer:
-    """The answer that `data` is.
+    """Read an answer of data.
 
     Raises:
         ValueError: it is none.

@@ -1,4 +1,4 @@
-"""A warm child process that answers jobs, and the child's side of the conversation.
+"""A warm child process that answers jobs; both sides of the conversation.
 
 Jobs go in on the child's stdin, and records come out on a descriptor of their own. What the child
 prints goes to a third pipe, whose last lines are kept for the error message.
@@ -45,7 +45,7 @@ that ends."""
 
 
 class ChildError(Exception):
-    """The child gave no answer: `kind` says how it failed, `detail` is one line about it."""
+    """The child gave no answer: `kind` says how, `detail` why."""
 
     def __init__(self, kind: Literal["timeout", "died"], detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -54,7 +54,7 @@ class ChildError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What each process of a child may use; None leaves a limit as it is.
+    """What each process of a child may use; None sets no limit.
 
     Attributes:
         memory_bytes: Private memory that can be written.
@@ -67,7 +67,7 @@ class Limits:
     niceness: int = 0
 
     def take(self) -> None:
-        """Hold this process to the limits, and what it starts. None of them dumps core."""
+        """Hold this process to the limits, and what it starts."""
         # Not RLIMIT_AS: CUDA reserves more addresses than there is memory.
         found = {resource.RLIMIT_DATA: self.memory_bytes, resource.RLIMIT_FSIZE: self.file_bytes}
         for limit, value in {resource.RLIMIT_CORE: 0, **found}.items():
@@ -82,7 +82,7 @@ class Limits:
 
 
 class Child:
-    """One warm child process. Started when needed, and again after it died or was closed.
+    """One warm process, started when needed, and again after it ended.
 
     Args:
         module: What runs in it, by `python -m`; its main calls `serve`.
@@ -117,7 +117,7 @@ class Child:
         self._ready = self._over = False
 
     def start(self) -> None:
-        """Begin to start the child, so that its imports overlap with other work.
+        """Begin to start the child; its imports overlap with other work.
 
         Raises:
             ChildError: it was closed for good, or what it is to be a fork of is gone.
@@ -164,7 +164,7 @@ class Child:
         timeout_s: float,
         progress: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Send a job and wait for its answer; the child's imports are not time of the job.
+        """Send a job and wait for its answer; imports do not count.
 
         Raises:
             ChildError: it gave none; the child is gone.
@@ -189,7 +189,7 @@ class Child:
                 raise
 
     def close(self) -> None:
-        """Kill the child and its group; returns when it is gone. From any thread."""
+        """Kill the child and its group, and wait; from any thread."""
         if (process := self._process) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ class Child:
             self._forget()
 
     def end(self) -> None:
-        """Close it for good: who waits for its imports, or would fork it, waits no more."""
+        """Close it for good; who waits for its imports waits no more."""
         self._over = True
         self.close()
 
@@ -220,8 +220,7 @@ class Child:
         self._ready = False
 
     def _record(self, deadline: float, late: str) -> dict[str, Any]:
-        """The next record. Meanwhile it sends what is to be sent, and keeps the end of what the
-        child prints."""
+        """Read the next record; meanwhile send jobs, and keep the last prints."""
         while (end := self._buffer.find(b"\n")) < 0:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -252,7 +251,7 @@ class Child:
             self._output = -1
 
     def _death(self) -> str:
-        """How the child ended, and the last line it wrote."""
+        """Say how the child ended, and the last line it wrote."""
         assert self._process is not None
         try:
             status = self._process.wait(2)
@@ -294,7 +293,7 @@ class _Fork:
         return cls(origin, origin.call(job, timeout_s=START_TIMEOUT_S))
 
     def wait(self, timeout: float = _WAIT_S) -> int:
-        """Its exit status; where the child is gone that it is a fork of, so is it.
+        """Wait for its exit status; it ends with its origin.
 
         Raises:
             subprocess.TimeoutExpired: it runs.
@@ -312,7 +311,7 @@ class _Fork:
 
 
 def _scrubbed(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: the few variables that are passed on, and `extra`."""
+    """Make a child's environment: few variables of this one, and `extra`."""
     kept = {name: os.environ[name] for name in _PASSED if name in os.environ}
     if path := kept.get("PYTHONPATH"):  # a child starts in /
         kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
@@ -323,7 +322,7 @@ def serve(
     handler: Callable[[dict[str, Any], Callable[[Any], None]], Any],
     first: Callable[[], object] = lambda: None,
 ) -> None:
-    """Answer jobs until the parent is gone: the main loop of a child's module.
+    """Answer jobs until the parent is gone: a child's main loop.
 
     `handler(job, tell)` returns the answer as JSON data; `tell` sends a record of progress. What
     it raises ends the child, so a failure that is an answer is returned. `first` imports what takes
@@ -352,8 +351,7 @@ def _converse(
     results: int,
     handler: Callable[[dict[str, Any], Callable[[Any], None]], Any],
 ) -> int | None:
-    """Answer jobs until nobody sends any; in a fork its own pipe of jobs, beside its own results,
-    which take the place of these."""
+    """Answer jobs until nobody sends any; in a fork return its pipe."""
 
     def send(record: dict[str, Any]) -> None:
         data = json.dumps(record).encode() + b"\n"
@@ -392,7 +390,7 @@ def _converse(
 
 
 def _end_with_parent(jobs: int) -> None:
-    """Kill this process and its group once nobody holds the other end of `jobs`."""
+    """Kill this process and its group once nobody holds `jobs`' other end."""
     poll = select.poll()
     poll.register(jobs, 0)
     poll.poll()

@@ -1,4 +1,4 @@
-"""The compile worker: a child without GPU that compiles programs, which come as data."""
+"""The child without GPU that compiles programs, which come as data."""
 
 import importlib
 from typing import Any
@@ -13,7 +13,7 @@ LIMITS = Limits(memory_bytes=32 << 30, file_bytes=1 << 30, niceness=10)
 
 
 def handle(job: dict[str, Any]) -> dict[str, Any]:
-    """One `CompileJob`."""
+    """Do one `CompileJob`."""
     return answered(lambda: CompileJob.model_validate(job).run().model_dump()).model_dump()
 
 

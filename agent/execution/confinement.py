@@ -1,4 +1,4 @@
-"""Bubblewrap around a child that runs what is not ours, which is a user's reference.
+"""Bubblewrap around a child that runs a user's reference.
 
 It has no network, sees no other process, reads what the user may read, and writes its scratch
 folder.
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=1)
 def missing() -> str:
-    """Say why no child can be confined on this machine; empty where one can."""
+    """Say why no child can be confined here; empty where one can."""
     if shutil.which("bwrap") is None:
         return "bwrap was not found; the package bubblewrap has it"
     done = subprocess.run(_wrapped(["/bin/true"]), capture_output=True, text=True, check=False)
@@ -19,7 +19,7 @@ def missing() -> str:
 
 
 def confined(command: list[str], scratch: str) -> list[str]:
-    """Wrap a command in bubblewrap, with a folder to write; as it is where that is missing."""
+    """Wrap a command in bubblewrap, if there, with a scratch folder."""
     return command if missing() else _wrapped(command, "--bind", scratch, scratch)
 
 

@@ -1,4 +1,4 @@
-"""The supervisor of a GPU, in the command's process, which itself never touches it.
+"""The supervisor of a GPU, whose own process never touches it.
 
 - Kernels run in a warm child (`device_worker.py`). Whoever sends jobs there holds the GPU against
   other coda-agent processes meanwhile (`exclusive`).
@@ -51,8 +51,10 @@ LOCKS = Path("/tmp")
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs to use, in order: `CODA_AGENT_GPU` (an index or a UUID), else what
-    `CUDA_VISIBLE_DEVICES` leaves, else all.
+    """List the GPUs to use, in order.
+
+    They are that of `CODA_AGENT_GPU` (an index or a UUID), else what `CUDA_VISIBLE_DEVICES` leaves,
+    else all.
 
     Raises:
         MachineError: the GPU of `CODA_AGENT_GPU` is not there.
@@ -74,14 +76,14 @@ def find_gpus() -> list[Gpu]:
 
 
 def _used(uuid: str) -> tuple[int, int]:
-    """Memory in use in MiB and utilization in percent; zeros where nvidia-smi does not say."""
+    """Measure memory in use in MiB and utilization in percent, else zeros."""
     row = next(iter(smi("gpu=memory.used,utilization.gpu", "-i", uuid)), [])
     memory, busy = (int(cell) if cell.isdigit() else 0 for cell in [*row, "", ""][:2])
     return memory, busy
 
 
 def _lock(gpu: Gpu) -> int | None:
-    """A descriptor that holds the GPU until it is closed; None where another process does."""
+    """Lock the GPU by a descriptor; None where another process holds it."""
     path = LOCKS / f"coda-agent-{gpu.uuid}.lock"
     try:  # any user makes the file and all lock it, which needs no right to write
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -108,7 +110,7 @@ def is_free(gpu: Gpu) -> bool:
 def exclusive(
     gpus: Sequence[Gpu], progress: Progress = lambda *_: None, *, wait_s: float | None = None
 ) -> Iterator[Gpu]:
-    """Holds the first free one of several GPUs against other coda-agent processes of this machine.
+    """Hold the first free GPU against other coda-agent processes here.
 
     Raises:
         MachineError: there is none, or other processes gave none up within `wait_s`, by default
@@ -138,7 +140,7 @@ def exclusive(
 
 
 def environment(gpu: Gpu) -> dict[str, str]:
-    """What a child on `gpu` is told beside the few variables that every child gets."""
+    """Give the variables of a child on `gpu`, beside every child's."""
     cache = cache_directory().resolve()
     return {
         "CUDA_VISIBLE_DEVICES": gpu.uuid,
@@ -154,7 +156,7 @@ def environment(gpu: Gpu) -> dict[str, str]:
 
 
 class Lost(Exception):
-    """A job got no answer. `launch` is the launch that was in flight, which is the suspect."""
+    """A job got no answer; the suspect is the launch in flight."""
 
     def __init__(self, fault: str, detail: str, launch: Launch | None) -> None:
         super().__init__(fault)
@@ -187,7 +189,7 @@ class Device:
         self._tried(job.model_dump(mode="json"), lambda *_: None)
 
     def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
-        """Run a gate's kernels: numerics in one job for each program and type, timing in one.
+        """Run a gate's kernels; numerics a job for each program and type.
 
         Returns:
             What the jobs found together. Tiles that fault are among the refused ones. A fault of
@@ -208,8 +210,7 @@ class Device:
         return reduce(Outcome.joined, found)
 
     def _unit(self, job: Job[ReportT], tiles: Tiles, progress: Progress) -> Outcome[ReportT]:
-        """What one job found without the tiles that fault; the faults as findings where it is given
-        up."""
+        """Run one job without tiles that fault; their faults, where given up."""
         past = {key: FaultMemory(self.gpu.name, job.programs[key[0]], key[1]) for key in tiles}
         faults = {(k, c): f for k in tiles for c, f in past[k].known(tiles[k]).items()}
         while True:
@@ -230,7 +231,7 @@ class Device:
                 faults[key, config] = past[key].add(config, about)
 
     def _tried(self, job: dict[str, Any], progress: Progress) -> Any:
-        """A job's result. The GPU is in order afterwards. A loss without a suspect is tried again.
+        """Run a job, and again where it is lost without a suspect.
 
         Raises:
             Lost: a launch was in flight.
@@ -250,7 +251,7 @@ class Device:
         raise AssertionError("unreachable")
 
     def _answer(self, job: dict[str, Any], timeout_s: float, progress: Progress) -> Any:
-        """One job, watched: the child is killed when it says nothing for too long.
+        """Run a job, and kill the child that is silent too long.
 
         Raises:
             CodaError: what the job raised in the child.
@@ -301,7 +302,7 @@ class Device:
                 raise RuntimeError(f"in the device child:\n{trace}")
 
     def _recover(self, lost: Lost, progress: Progress) -> None:
-        """Start a new child on a GPU that has given back its memory, is idle and multiplies.
+        """Start a new child on a GPU that is idle and multiplies.
 
         Raises:
             MachineError: the GPU does not come to that within `SETTLE_S` and `PROBE_S`.
@@ -337,7 +338,7 @@ class Device:
 
 
 def _culprit(spec: Spec, launch: Launch, left: Tiles) -> tuple[Key, TileConfig]:
-    """Whose launch was in flight; a rasterisation order of a tile counts as the tile."""
+    """Find whose launch was in flight, whatever the tile's rasterisation order."""
     ran = launch.config
     for (name, element), configs in left.items():
         dtype = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, element))

@@ -1,5 +1,6 @@
-"""The device child: runs kernels and holds seeds, truth and clock, so that a kernel that hangs or
-faults costs this process and not the command.
+"""The device child: runs kernels, and holds seeds, truth and clock.
+
+A kernel that hangs or faults costs this process and not the command.
 
 `device.Device` starts it. Only trusted code runs here: programs come as data, and their kernels are
 objects that the compile children left in the cache. The supervisor is told of each launch before it
@@ -55,7 +56,7 @@ class Watch:
         self._every = False
 
     def begin(self, tell: Tell, *, every: bool) -> None:
-        """A new job, told to `tell`; with `every`, every launch of it."""
+        """Begin a job, told to `tell`; with `every`, every launch of it."""
         self._tell, self._every = tell, every
         self._seen.clear()
 
@@ -80,7 +81,7 @@ class Watch:
 
 
 def main() -> None:
-    """Serves jobs; the imports come first, while the other gates still run."""
+    """Serve jobs; imports come first, while the other gates still run."""
     LIMITS.take()
     use_cache()
     watch = Watch(launcher.get(), torch.cuda.synchronize)
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:
-    """One job, of the judge or of `COMMANDS`."""
+    """Do one job, of the judge or of `COMMANDS`."""
     watch.begin(tell, every=job["kind"] == "numerics")
 
     def progress(done: int, total: int, note: str) -> None:
@@ -114,19 +115,19 @@ def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:
 
 
 def named(error: Exception) -> str | None:
-    """What an exception says of the GPU; None where it says nothing of it."""
+    """Name what an exception says of the GPU; None where nothing."""
     return next((name for said, name in _FAULTS.items() if re.search(said, str(error))), None)
 
 
 def probe() -> bool:
-    """Whether the GPU allocates and multiplies: small integers, so that the product is exact."""
+    """Whether the GPU multiplies: small integers, whose product is exact."""
     a = torch.arange(256 * 256).reshape(256, 256).float() % 7 - 3
     product = (a.cuda() @ a.cuda().t()).double().cpu()
     return torch.equal(product, a.double() @ a.double().t())
 
 
 def end() -> None:
-    """Leaves as a process does that is done, for tools that write their report then."""
+    """Leave as a process that is done, for tools that report then."""
     raise SystemExit(0)
 
 

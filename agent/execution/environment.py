@@ -8,8 +8,7 @@ from coda_agent.agent.judge.provenance import PACKAGES, version
 
 
 def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
-    """The machine and the versions. For device "cuda" it has the state of a GPU too, by default of
-    the one in use."""
+    """Describe the machine and versions; on "cuda" a GPU, too."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

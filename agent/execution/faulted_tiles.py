@@ -1,4 +1,4 @@
-"""Tiles that hung or faulted on a GPU, remembered so that none is paid for twice.
+"""Tiles that hung or faulted, remembered so that none is tried twice.
 
 They are in one append-only file beside the cache of compiled kernels. An entry holds for a
 program's digest, an element type, a tile, a GPU, the toolchain and the sources of the lowering.
@@ -20,7 +20,7 @@ from coda_agent.primitives.tiles import TileConfig
 
 
 class Launch(Record):
-    """A launch of a program's kernel, with A of `dtype`, at a shape."""
+    """A launch of a program's kernel at a shape; `dtype` is A's."""
 
     program: str
     dtype: str
@@ -47,7 +47,7 @@ class _Entry(Record):
 
 
 class FaultMemory:
-    """What is known of one program in one element type on one GPU."""
+    """What is known of one program in one type on one GPU."""
 
     def __init__(self, gpu: str, program: Program, element: str) -> None:
         self.path = cache_directory().parent / "faults.jsonl"
@@ -55,7 +55,7 @@ class FaultMemory:
         self._about = [gpu, program.digest, element, tools]
 
     def known(self, configs: Sequence[TileConfig]) -> dict[TileConfig, TileFault]:
-        """Those of `configs` that faulted before."""
+        """List those of `configs` that faulted before."""
         found: dict[str, TileFault] = {}
         text = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
         for line in text.splitlines():
@@ -68,7 +68,7 @@ class FaultMemory:
         return {c: found[key] for c in configs if (key := self._key(c)) in found}
 
     def add(self, config: TileConfig, fault: TileFault) -> TileFault:
-        """Remembers a tile's fault."""
+        """Remember a tile's fault."""
         entry = _Entry(key=self._key(config), time=utc_now(), fault=fault)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:

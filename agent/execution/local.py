@@ -1,4 +1,4 @@
-"""The judge's jobs on this machine: a pool of compile workers, and a child for each GPU."""
+"""The judge's jobs on this machine: compile workers, a child a GPU."""
 
 import atexit
 import contextlib
@@ -38,7 +38,7 @@ class Local:
         return next(iter(self._gpus()), None)
 
     def _gpus(self) -> list[Gpu]:
-        """Hopper GPUs, those with a warm child first. No CUDA context is made here."""
+        """List Hopper GPUs, warm ones first; no CUDA context is made."""
         if self._found is None:  # nvidia-smi takes a while to answer
             self._found = [gpu for gpu in find_gpus() if gpu.capability == HOPPER]
             if self._found:
@@ -54,7 +54,7 @@ class Local:
         return self._devices[gpu]
 
     def pool(self) -> CompilePool:
-        """Workers that stay warm until this process ends, since their imports take seconds."""
+        """Return workers that stay warm until this process ends."""
         if self._pool is None:
             self._pool = CompilePool()
             atexit.register(self._pool.close)
@@ -94,7 +94,7 @@ class Local:
 
 @lru_cache(maxsize=1)
 def here() -> Local:
-    """This machine, for what runs here whatever the executor."""
+    """Return this machine, for what runs here whatever the executor."""
     return Local()
 
 

@@ -1,4 +1,4 @@
-"""A pool of warm compile workers, each a child that is replaced when it fails."""
+"""A pool of warm compile workers, each replaced when it fails."""
 
 import os
 import queue
@@ -29,7 +29,7 @@ MODULE = "coda_agent.agent.execution.compile_worker"
 
 
 class CompilePool:
-    """Runs jobs on up to `size` workers; a context manager that leaves no process behind."""
+    """Runs jobs on up to `size` workers; leaves no process behind."""
 
     def __init__(
         self, size: int | None = None, *, module: str = MODULE,
@@ -63,7 +63,7 @@ class CompilePool:
         self._origin.start()
 
     def run(self, job: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
-        """One job's result, as data.
+        """Run one job; its result as data.
 
         Raises:
             CompileError: the job failed, died, or ran out of time; the message says which.
@@ -87,7 +87,7 @@ class CompilePool:
         raise CompileError(f"the compile worker answered {answer.kind}")
 
     def compile(self, job: CompileJob) -> BuiltObject:
-        """A program's object.
+        """Compile a program's object.
 
         Raises:
             CompileError: it does not compile; else as `run`.
@@ -97,7 +97,7 @@ class CompilePool:
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
     ) -> list[BuiltObject | CompileError]:
-        """`compile` of all jobs, results or errors in order; `progress(done, job)` after each."""
+        """Compile all jobs, telling `progress`; results or errors in order."""
         futures = {self._threads.submit(self.compile, job): i for i, job in enumerate(jobs)}
         results: dict[int, BuiltObject | CompileError] = {}
         for done, future in enumerate(as_completed(futures), 1):

@@ -1,4 +1,4 @@
-"""The child that runs a user's function: to draft a spec of it, or to admit one with it."""
+"""The child that runs a user's function, to draft or admit specs."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ _SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
 
 
 class _Mute(StringIO):
-    """Refuse what a function prints. The child's own, since it holds for a whole process."""
+    """Refuses what a function prints, for the child's whole process."""
 
     def write(self, text: str, /) -> int:
         raise SpecError("the function prints; a reference only computes: leave the output out")
@@ -49,7 +49,7 @@ def _admit(job: dict[str, Any]) -> dict[str, str]:
 
 
 def _admit_twice(job: dict[str, Any]) -> Answer:
-    """Admit a spec, and run its reference once more in another process and the other order."""
+    """Admit a spec; run its reference again elsewhere in the other order."""
     one, other = (_apart(lambda b=b: _admit({**job, "backwards": b})) for b in (False, True))
     if not isinstance(one, Ok) or not isinstance(other, Ok):
         return other if isinstance(one, Ok) else one
@@ -63,7 +63,7 @@ def _admit_twice(job: dict[str, Any]) -> Answer:
 
 
 def _apart(function: Callable[[], Any]) -> Answer:
-    """What `function` gives in a process of its own, with which all that it changes ends."""
+    """Call `function` in a process of its own, with which changes end."""
     out, into = os.pipe()
     if not (child := os.fork()):
         with open(into, "w") as pipe:
@@ -82,7 +82,7 @@ def _apart(function: Callable[[], Any]) -> Answer:
 
 @lru_cache
 def _import(module: str) -> str:
-    """Import what a user's function needs, and what that imports at its first run."""
+    """Import what a function needs, and what its first run imports."""
     imported = importlib.import_module(module)
     # At its first cast to float16 torch reads what the processor is.
     sys.modules["torch"].zeros(1).half()
@@ -93,7 +93,7 @@ def _import(module: str) -> str:
 
 
 def handle(job: dict[str, Any]) -> dict[str, Any]:
-    """One job: a module to import, a function to draft a spec from, or a spec to admit."""
+    """Do one job: import a module, draft a spec, or admit one."""
     match job["kind"]:
         case "import":
             return answered(lambda: _import(job["module"])).model_dump()

@@ -26,7 +26,7 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def tools(asked: str) -> tuple[str, ...]:
-    """The tools of a list such as `memcheck,racecheck`, in `SANITIZERS` order.
+    """Read tools such as `memcheck,racecheck`, in `SANITIZERS` order.
 
     Raises:
         CodaError: a name is none of `SANITIZERS`.
@@ -53,7 +53,7 @@ def _sanitizer() -> str:
 def sanitize(
     gpu: Gpu, job: SanitizeJob, progress: Progress, module: str = DEVICE_CHILD
 ) -> Outcome[Any]:
-    """What a tool says about the programs of a job, at the spec's smallest check shape.
+    """Run a job's programs under a tool, at the smallest check shape.
 
     Raises:
         MachineError: compute-sanitizer is missing, or left no complete report.
@@ -87,7 +87,7 @@ def sanitize(
 
 
 def parse(tool: str, report: str) -> list[Finding]:
-    """The errors of a report, `MAX_FINDINGS` at most; equal ones at one place are one finding.
+    """List a report's errors, at most `MAX_FINDINGS`, equal ones as one.
 
     An error is a line after `=========` and one space. Its lines of detail are indented further, up
     to a backtrace of the host.

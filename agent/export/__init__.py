@@ -1,2 +1,1 @@
-"""Kernels that travel: compiled ahead, in a repository that needs neither this package nor a
-compiler where it is loaded."""
+"""Kernels compiled ahead, in a repository that needs no compiler."""

@@ -1,5 +1,4 @@
-"""The launches that fold partials, compiled ahead: the Triton kernels that run in place
-(`primitives/fold.py`), for every layout of partials, and what launches them without Triton."""
+"""The launches that fold partials, compiled ahead, and their launcher."""
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ _KEPT = 8191
 def folds(
     programs: Iterable[Program], archs: Iterable[str]
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, bytes]]:
-    """What the loader knows of folds, by architecture, and their files by name; nothing where no
-    program reduces.
+    """Compile what folds: what the loader knows by architecture, and files.
+
+    Both are empty where no program reduces.
 
     Raises:
         MachineError: Triton or a C compiler is missing.
@@ -68,8 +68,7 @@ def folds(
 
 
 def _layouts(*, over_rows: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Shapes and strides of partials: of each that Triton compiles otherwise, one. How many rows
-    are kept changes bounds alone."""
+    """List shapes and strides of partials: one of each compiled form."""
     counts = (1, *[x - odd for x in (_ACROSS_DOWN if over_rows else _ACROSS) for odd in (0, 1)])
     for folded in counts:
         if not over_rows:

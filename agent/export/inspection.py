@@ -1,4 +1,4 @@
-"""What an exported repository holds, and whether it is as it was exported."""
+"""What an exported repository holds, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def exports_in(folder: Path) -> list[Path]:
 
 
 def inspected(folder: Path) -> dict[str, Any]:
-    """An export, as far as it can be read; neither torch nor a GPU is asked.
+    """Read an export, as far as possible, without torch and GPU.
 
     Returns:
         `folder`; `variants` that can be read; `id`, `provenance` and the `gpu` whose
@@ -52,7 +52,7 @@ def inspected(folder: Path) -> dict[str, Any]:
 
 
 def _faults(variant: Path, metadata: dict[str, Any]) -> Iterator[str]:
-    """Files of a variant that are not what was exported."""
+    """List a variant's files that are not what was exported."""
     digests = metadata["digest"]["files"]
     if metadata["id"] != identity(digests):
         yield f"{variant / 'metadata.json'} has digests that are not those of its id"

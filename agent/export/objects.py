@@ -1,5 +1,4 @@
-"""What an export holds of a kernel: the tiles that are worth their bytes, which of them a shape
-runs, and a shared library for each."""
+"""What an export holds of a kernel: tiles, their choice, shared libraries."""
 
 from __future__ import annotations
 
@@ -58,15 +57,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Choices:
-    """The tiles of a kernel, and a table for each type of A (`loader.Variant._choose`)."""
+    """A kernel's tiles, and a table for each type of A."""
 
     tiles: tuple[TileConfig, ...]
     tables: Mapping[str, Mapping[str, Any]]
 
 
 def choose(kernel: Kernel, wanted: Wanted) -> Choices:
-    """The tiles that are dispatched most often over a grid of shapes, those of measured shapes
-    first, and which of them each shape runs.
+    """Choose the tiles dispatched most often over a grid, measured shapes first.
 
     Tiles of unfused forms are left out, since cuBLAS is no part of an export, and clusters of more
     than two, whose count a GPU's driver alone knows.
@@ -101,8 +99,7 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
 
 
 def _table(ranked: Mapping[Shape, Sequence[TileConfig]], kept: Sequence[TileConfig]) -> Any:
-    """The order in which a shape prefers `kept` tiles: measured shapes by name, the grid's by
-    place."""
+    """Tabulate the orders in which shapes prefer `kept` tiles."""
     orders: dict[tuple[int, ...], int] = {}
 
     def order(shape: Shape) -> int:
@@ -133,8 +130,7 @@ def refuse(kernel: Kernel) -> None:
 def exported(
     kernels: Sequence[Kernel], wanted: Wanted, progress: Callable[[int, int, str], None]
 ) -> tuple[list[dict[str, Any]], list[dict[str, bytes]]]:
-    """What the loader knows of each kernel, and its shared libraries by name. All are compiled side
-    by side.
+    """Compile kernels: what the loader knows of each, and its shared libraries.
 
     Raises:
         CodaError: one cannot be exported so.
@@ -167,7 +163,7 @@ def exported(
 def _about(
     kernel: Kernel, wanted: Wanted, choices: Choices, objects: Mapping[tuple[str, str], Any]
 ) -> dict[str, Any]:
-    """What the loader knows of a kernel."""
+    """Describe a kernel to the loader."""
     spec, program = kernel.spec, next(iter(kernel.programs.values()))
     others = tuple(DEFAULT_CONFIGS[arch] for arch in wanted.archs if arch != RUN)
     tiles = tuple(dict.fromkeys((*choices.tiles, *others)))
@@ -199,8 +195,7 @@ class _Job:
 
 
 def _jobs(kernel: Kernel, wanted: Wanted, choices: Choices) -> Iterator[_Job]:
-    """An object for each program, type, architecture and tile; where there are scalars another,
-    which reads them."""
+    """List a kernel's objects; where there are scalars, two forms of each."""
     spec = kernel.spec
     for (variant, program), types in product(kernel.programs.items(), spec.type_choices()):
         dtype = spec.dtype_of(spec.gemm[0], types)
@@ -234,7 +229,7 @@ def _variant(
     choices: Choices,
     objects: Mapping[tuple[str, str], Any],
 ) -> dict[str, Any]:
-    """What the loader knows of a variant."""
+    """Describe a variant to the loader."""
     spec, program = kernel.spec, variant.function.program
     kinds: Mapping[str, type[Resource]] = variant.function.operands
     shown = [*spec.outputs]
@@ -283,8 +278,7 @@ def _output(kind: type[Output]) -> dict[str, Any]:
 
 
 def linked(names: str, *paths: Path) -> bytes:
-    """A shared library of sources in C and objects, which shows `names` alone. Equal ones give
-    equal bytes.
+    """Link a shared library, always the same bytes, that shows `names` alone.
 
     Raises:
         MachineError: there is no C compiler, or it refuses.

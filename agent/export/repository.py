@@ -1,5 +1,4 @@
-"""A repository in the layout of Hugging Face `kernels`, variant `tvm-ffi`: kernels compiled ahead,
-the loader, digests, and what each kernel stands on."""
+"""A repository in the layout of Hugging Face `kernels`, variant `tvm-ffi`."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def write(
     wanted: Wanted,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Export kernels to the folder `out`, in the place of an export that is there.
+    """Export kernels to the folder `out`, in place of a former export.
 
     Returns:
         `folder`, `variants`, `id`, and by kernel how many `objects` it has and their `bytes`.
@@ -81,7 +80,7 @@ def write(
 
 
 def _loader() -> dict[str, bytes]:
-    """Its modules by name: they import each other, and two of other rooms, as one package."""
+    """Read the loader's modules by name, as one package."""
     own = Path(__file__).with_name("loader").glob("*.py")
     found = {}
     for path in (*own, Path(call_cache.__file__), Path(memory.__file__)):
@@ -97,7 +96,7 @@ def _json(value: Any) -> bytes:
 
 
 def _module(kernels: Sequence[str]) -> bytes:
-    """The file that is imported of the repository."""
+    """Write the file that is imported of the repository."""
     lines = [
         '"""Kernels that were compiled ahead: `help` of each says what it takes and computes."""',
         "",
@@ -120,7 +119,7 @@ def digest(data: bytes) -> str:
 
 
 def identity(digests: Mapping[str, str]) -> str:
-    """The `id` of a variant, by the digests of its files."""
+    """Make the `id` of a variant of its files' digests."""
     sums = (name.encode() + base64.b64decode(x) for name, x in sorted(digests.items()))
     return f"{NAME.replace('-', '_')}_cuda_{hashlib.sha256(b''.join(sums)).hexdigest()[:8]}"
 
@@ -128,7 +127,7 @@ def identity(digests: Mapping[str, str]) -> str:
 def _metadata(
     files: Mapping[str, bytes], wanted: Wanted, folders: Sequence[Path]
 ) -> dict[str, Any]:
-    """`metadata.json`, as `kernels` 0.17 reads it. Its `id` is unique for what is exported."""
+    """Make `metadata.json` as `kernels` 0.17 reads it, with a unique `id`."""
     sums = {name: digest(data) for name, data in sorted(files.items())}
     archs = [f"{arch[3:-2]}.{arch[-2:]}" for arch in wanted.archs]
     found = {
@@ -152,8 +151,7 @@ def _metadata(
 
 
 def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: str) -> str:
-    """README.md: how to load it, and what each kernel takes (`docs`), was measured at and stands
-    on."""
+    """Write README.md: loading, what kernels take (`docs`), figures, evidence."""
     lines = [
         f"---\nlibrary_name: kernels\nlicense: apache-2.0\ntags: [kernels]\n---\n\n# {NAME}\n",
         "GEMM-epilogue kernels, compiled ahead. They need torch for CUDA 12.8 or later and",

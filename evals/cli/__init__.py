@@ -1,1 +1,1 @@
-"""The commands that evaluations add to the command line, which mounts them by name."""
+"""The commands that evaluations add to the command line."""

@@ -65,15 +65,17 @@ def judge(
 
 
 def _mutants(judge: Judge, count: Some, seed: int, name: str = "mutants") -> dict[str, Found]:
-    """Every fault in turn, of accepted kernels, or "held-out" of demonstrations."""
+    """Score every fault in turn, of accepted kernels or "held-out" demonstrations."""
     right = _defaults() if name == "mutants" else demonstrations(demos())[0]
     chosen = suite(right, seed=seed, count=count)
     return {name: score_mutants(judge, name, chosen, seed=seed)}
 
 
 def _diagnosis(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
-    """Mistakes that authors make, the accepted kernels', and those of the demonstrations, which the
-    diagnosis was not tuned on."""
+    """Score mistakes of authors, of kernels, and of demonstrations.
+
+    On the last the diagnosis was not tuned.
+    """
     right = right_programs(AUTHORS, find().root / "specs")
     wrong = _evenly(written(AUTHORS, right), count)
     found = {"authors": score_mutants(judge, "authors", wrong, seed=seed)}
@@ -88,7 +90,7 @@ def _by_hand(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
 
 
 def _corpus(judge: Judge, count: Some, _: int) -> dict[str, Found]:
-    """Accepted programs, rewrites of them, and demonstrations."""
+    """Score accepted programs, rewrites of them, and demonstrations."""
     right = list[Subject]()
     for x in _accepted():
         right += [x, *(rewrites(x) if x.is_default else [])]
@@ -107,12 +109,12 @@ def _plans(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
 
 
 def _stored() -> Collection[Kernel]:
-    """The accepted kernels, the workspace's before the package's."""
+    """List the accepted kernels, the workspace's before the package's."""
     return kernel_names(find()).values()
 
 
 def _accepted() -> list[Subject]:
-    """Every program of theirs."""
+    """List every program of theirs."""
     return kernels(load_kernel(kernel.folder) for kernel in _stored())
 
 
@@ -145,7 +147,7 @@ def _judge(device: str) -> Iterator[Judge]:
 
 
 def _reply(judge: Judge, found: Mapping[str, Found], *more: str, refuse: bool = True) -> Reply:
-    """Write the page, and say what came of these scores; refused where something went wrong."""
+    """Write the page, and say what came of scores; refuse faults."""
     page = report.write_page(judge.root)
     results = {name: report.SUMMARIES[name](cells.values()) for name, cells in found.items()}
     lines = [f"{name}: {summary.result}" for name, summary in results.items()]

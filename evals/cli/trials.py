@@ -1,4 +1,4 @@
-"""`coda-agent eval run` and `leaderboard`: authors on a suite, and what their trials say."""
+"""`coda-agent eval run` and `leaderboard`: authors on a suite, ranked."""
 
 from pathlib import Path
 from typing import Annotated
@@ -66,20 +66,15 @@ def run(
     pool = Cluster(dask, workspace.root) if dask else workers(jobs)
     where = definition.device(device, pool.gpu if isinstance(pool, Cluster) else None)
     parts = _withheld(workspace, author, without or [], where)
-    plan = trials.plan(
-        workspace, definition, list(dict.fromkeys(author)), device=where, trials=count,
-        only=only or [], without=parts, again=again, options=options,
-    )  # fmt: skip
+    choice = trials.Choice([*dict.fromkeys(author)], count, only or (), again)
+    plan = trials.plan(workspace, definition, choice, device=where, without=parts, options=options)
     left = len(plan.tasks)
 
     def tell(task: trials.Task, record: trials.Trial) -> None:
         nonlocal left
         left -= 1
         if not quiet():
-            said = f": {record.reason}" if record.reason else ""
-            cost = f"{record.spent.wall_s:.0f} s, {dollars(record.spent.usd)}; {left} left"
-            place = f"{task.author} {task.spec} {task.trial}"
-            typer.echo(f"{place}: {record.outcome}{said} ({cost})")
+            typer.echo(_said(task, record, left))
 
     with pool:
         made = trials.run(plan, pool, width=jobs, tell=tell)
@@ -108,6 +103,12 @@ def leaderboard(
     table = boards.table(found)
     text = "\n".join([columns(table), "", *(f"wrote {path}" for path in written)])
     return Reply({"authors": by_head(table), "written": written}, text)
+
+
+def _said(task: trials.Task, record: trials.Trial, left: int) -> str:
+    said = f": {record.reason}" if record.reason else ""
+    cost = f"{record.spent.wall_s:.0f} s, {dollars(record.spent.usd)}; {left} left"
+    return f"{task.author} {task.spec} {task.trial}: {record.outcome}{said} ({cost})"
 
 
 def _withheld(

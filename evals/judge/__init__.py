@@ -1,1 +1,1 @@
-"""How good the judge is: what it kills, what it passes, what it calls faults, how fast it is."""
+"""How good the judge is: what it kills, passes, and names."""

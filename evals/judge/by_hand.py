@@ -30,7 +30,7 @@ _IMPORT = re.compile(r"^from coda_agent\.primitives import (?:\([^)]*\)|.*)$", r
 
 
 def written(name: str, kernels: Mapping[str, tuple[Subject, str]]) -> list[Mutant]:
-    """The programs of a set; `kernels` has the default program and the text of each kernel.
+    """Read the programs of a set; `kernels` has what they change.
 
     Raises:
         CodaError: an entry names no kernel, or a piece that its text does not hold.
@@ -48,7 +48,7 @@ def written(name: str, kernels: Mapping[str, tuple[Subject, str]]) -> list[Mutan
 
 
 def right_programs(name: str, folder: Path) -> dict[str, tuple[Subject, str]]:
-    """The right programs that a set brings along, of specs in `folder` or its catalogue."""
+    """Read the right programs that a set brings along, with specs."""
     found = dict[str, tuple[Subject, str]]()
     for kernel, text in _entries(name)["right"].items():
         here = folder / f"{kernel}.md"

@@ -59,7 +59,7 @@ def reference({names}):
 
 @dataclass(frozen=True)
 class Subject:
-    """One program to judge, that of `binding`, among all of its spec by variant."""
+    """One program to judge, of `binding`, among its spec's by variant."""
 
     name: str
     spec: Spec
@@ -80,13 +80,13 @@ class Subject:
         return self.programs[self.variant]
 
     def with_program(self, program: Program, name: str = "") -> Self:
-        """The same with another program in its place."""
+        """Put another program in its place."""
         programs = {**self.programs, self.variant: program}
         return replace(self, name=name or self.name, programs=programs)
 
 
 def kernels(found: Iterable[Kernel]) -> list[Subject]:
-    """Every variant of the kernels."""
+    """List every variant of the kernels."""
     return [
         Subject(k.spec.variant(binding), k.spec, k.programs, binding)
         for k in found
@@ -95,7 +95,7 @@ def kernels(found: Iterable[Kernel]) -> list[Subject]:
 
 
 def rewrites(right: Subject) -> list[Subject]:
-    """A program's rewrites."""
+    """List a program's rewrites."""
     return [
         right.with_program(program, f"{right.name}: {name}")
         for name, program in rewritten(right.program)
@@ -103,7 +103,7 @@ def rewrites(right: Subject) -> list[Subject]:
 
 
 def demonstrations(found: Iterable[Demo]) -> tuple[list[Subject], list[str]]:
-    """The programs of the demonstrations, and the names of those left out."""
+    """List the demonstrations' programs, and the names of those left out."""
     right, left_out = [], []
     for demo in found:
         kinds = {x: kind for p in demo.programs for x, kind in p.operands.items()}
@@ -149,7 +149,7 @@ def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
 
 
 def _draw(value: Any, kind: type) -> dict[str, Any]:
-    """A spec's draw of values like these."""
+    """Make a spec's draw of values like these."""
     if kind is Scalar:
         return {"constant": float(value)}
     if kind is ColIndex:

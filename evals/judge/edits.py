@@ -1,4 +1,4 @@
-"""Edits of a program's graph: one fault each, or another way to write the same thing."""
+"""Edits of a program's graph: single faults, and other spellings."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ class Edit(NamedTuple):
     outputs: Mapping[str, type] = {}
 
     def apply(self, program: Program) -> Program | None:
-        """The edited program; None where it is no program, or nothing changes."""
+        """Edit a program; None where it is none then, or unchanged."""
         try:
             edited = self._recorded(program)
         except ProgramError:
@@ -113,7 +113,7 @@ _KINDS: dict[type, type] = {RowMean: RowSum, RowMax: RowSum, ColSum: ColMax, Col
 
 
 def faulty(program: Program) -> Iterator[Edit]:
-    """Every fault that the operators know to make in a program."""
+    """List every fault that the operators can make in a program."""
     nodes = program.graph.nodes
     for i, node in enumerate(nodes):
         yield from _at_node(program, i, node)
@@ -135,7 +135,7 @@ def faulty(program: Program) -> Iterator[Edit]:
 
 
 def other_axis(program: Program, x: str) -> Edit:
-    """A vector by row declared as one by column, or the reverse."""
+    """Declare a vector by row as one by column, or the reverse."""
     other = RowVector if program.operands[x] is ColVector else ColVector
     return Edit("declare the other axis", x, ("wrong_broadcast",), operands={x: other})
 
@@ -182,7 +182,7 @@ def _at_node(program: Program, i: int, node: Node) -> Iterator[Edit]:
 
 
 def _operand_fault(program: Program, index: int, fault: str) -> tuple[str, ...]:
-    """Names of the fault of leaving out, or repeating, the value of a node."""
+    """Name the faults of leaving out, or repeating, a node's value."""
     node = program.graph.nodes[index]
     term, named = {"missing": "missing_term", "doubled": "extra_term"}[fault], f"{fault}_operand"
     if node.op == "const":
@@ -251,7 +251,7 @@ REWRITES: dict[str, dict[str, Change]] = {
 
 
 def rewritten(program: Program) -> Iterator[tuple[str, Program]]:
-    """Every rewrite that applies to a program, wherever it does."""
+    """List every rewrite that applies to a program, made wherever it does."""
     nodes = program.graph.nodes
     for name, rules in REWRITES.items():
         changes = {i: rules[node.op] for i, node in enumerate(nodes) if node.op in rules}

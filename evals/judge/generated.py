@@ -1,4 +1,4 @@
-"""PyTorch functions written at random, over what the composer takes and some of what it does not.
+"""PyTorch functions written at random, for the composer and beyond it.
 
 Each is a spec. The composer refuses it in one line, or its program is the function, which two
 sides say: the interpreter against the reference in float64, and the judge.
@@ -124,12 +124,12 @@ def reference({names}):
 
 
 def listed(text: str) -> list[str]:
-    """What a table of this module names, parted by bars and lines."""
+    """List what a table of this module names."""
     return [one.strip() for line in text.strip().splitlines() for one in line.split("|")]
 
 
 class _Written:
-    """A reference while it is written: its lines, and the names of full- and half-width values."""
+    """A reference in the making: lines, and full- and half-width values."""
 
     def __init__(self, choose: Choose) -> None:
         self.choose = choose
@@ -147,7 +147,7 @@ class _Written:
         return name
 
     def other(self) -> str:
-        """What a full-width value may be combined with."""
+        """Choose what a full-width value is combined with."""
         return self.choose([*self.tiles, "C", "E", self.row, "b", "b[None, :]", "0.5"])
 
     def step(self) -> None:
@@ -164,7 +164,7 @@ class _Written:
             self.assign(self.tiles, self.choose(listed(table)).format(x=x))
 
     def outputs(self) -> dict[str, tuple[str, str]]:
-        """Each output's shape and expression; a value of the wrong kind once in a while."""
+        """Write outputs' shapes and expressions, rarely of a wrong kind."""
         choose, last = self.choose, self.tiles[-1]
         if choose(range(12)) == 0:
             last = self.assign(self.tiles, choose(listed(UNTAKEN)).format(x=last))
@@ -182,7 +182,7 @@ class _Written:
 
 
 def reference(choose: Choose, name: str = "generated") -> Spec:
-    """A spec whose reference is written by `choose`.
+    """Write a spec whose reference `choose` decides.
 
     Raises:
         SpecError: No kernel takes or gives what it declares.
@@ -223,7 +223,9 @@ def _used(x: str, text: str) -> bool:
 
 
 def judged(spec: Spec, judge: Judge | None, *, seed: int) -> dict[str, Any]:
-    """What becomes of a spec: "layer" is "not admitted", "refused", "right", "wrong" or "disputed".
+    """Say what becomes of a spec, by its "layer".
+
+    It is "not admitted", "refused", "right", "wrong" or "disputed".
 
     Args:
         spec: The spec.
@@ -257,8 +259,7 @@ def judged(spec: Spec, judge: Judge | None, *, seed: int) -> dict[str, Any]:
 
 
 def tried(seed: int, number: int) -> dict[str, Any]:
-    """`judged` of the reference of that number, which is kept where it is neither right nor
-    refused."""
+    """Judge the reference of that number; keep a wrong or disputed one."""
     spec = reference(random.Random(f"{seed} {number}").choice, f"generated_{number}")
     cell = judged(spec, Judge(Path(), "cpu"), seed=seed + number)
     kept = cell["layer"] in ("wrong", "disputed")
@@ -268,7 +269,7 @@ def tried(seed: int, number: int) -> dict[str, Any]:
 def score_batches(
     judge: Judge, name: str, one: Callable[[int, int], dict[str, Any]], count: int, *, seed: int
 ) -> dict[str, Score]:
-    """Try numbers up to `count` by `one(seed, number)` on all cores, a hundred a cell.
+    """Try numbers up to `count` on all cores, a hundred a cell.
 
     A cell says how many there are of each layer, how often each refusal was said, and which were
     kept with their "reference".
@@ -295,5 +296,5 @@ def _begin_worker() -> None:
 
 
 def _kind(said: str) -> str:
-    """A refusal without its place and its numbers."""
+    """Take place and numbers out of a refusal."""
     return re.sub(r"\d[\d.e+-]*", "#", re.sub(r"^\S+: ", "", said))

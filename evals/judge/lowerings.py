@@ -1,4 +1,4 @@
-"""Broken lowerings: a right program, run as a wrong kernel would run it."""
+"""Broken lowerings: a right program, run by a wrong kernel."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Launch:
     kept: dict[Any, Any]
 
     def outputs(self, **changed: Any) -> dict[str, Any]:
-        """What the right lowering gives for the inputs, some of them changed."""
+        """Run the right lowering on the inputs, some of them changed."""
         inputs = {**self.inputs, **changed}
         return self.run(self.spec, self.program, inputs, self.config, self.dtypes)
 
     def interpreted(self, inputs: Mapping[str, Any], *, raw: bool = False) -> dict[str, Any]:
-        """The interpreter's outputs, or raw partials."""
+        """Interpret the program; its outputs, or raw partials."""
         return run_interpreter(self.spec, self.program, inputs, self.config, self.dtypes, raw=raw)
 
     @property
@@ -66,7 +66,7 @@ class Launch:
         return a, b
 
     def width(self, out: Any) -> int:
-        """Columns of an output in a tile."""
+        """Count the columns of an output in a tile."""
         return max(self.config.tile_n * out.shape[1] // len(self.gemm[1]), 2)
 
 
@@ -74,12 +74,12 @@ Broken = Callable[[Launch], dict[str, Any]]
 
 
 def _read(change: Callable[[Any], Any]) -> Broken:
-    """An input is read as another tensor."""
+    """Read an input as another tensor."""
     return lambda call: call.outputs(**{call.site: change(call.inputs[call.site])})
 
 
 def _first(a: Any, columns: int) -> Any:
-    """Columns of A from this one on do not enter."""
+    """Leave out columns of A from this one on."""
     a = a.clone()
     a[:, columns:] = 0
     return a
@@ -98,7 +98,7 @@ def _next_element(vector: Any) -> Any:
 
 
 def _rounded(call: Launch) -> dict[str, Any]:
-    """The product is rounded to 16 bits. It takes the place of A, and a unit matrix that of B."""
+    """Round the product to 16 bits: A, beside a unit matrix B."""
     (a, b), names = call.gemm, call.spec.gemm
     product = (a.float() @ b.float().mT).to(torch.bfloat16)
     eye = torch.eye(len(b), dtype=torch.bfloat16, device=product.device)
@@ -112,7 +112,7 @@ def _writes(call: Launch) -> dict[str, Any]:
 
 
 def _memo(key: Callable[[Any], Any]) -> Broken:
-    """Results are kept by a key of each input, which does not hold all of it."""
+    """Keep results by a key that does not hold all inputs."""
 
     def broken(call: Launch) -> dict[str, Any]:
         tensors = [v for v in call.inputs.values() if hasattr(v, "data_ptr")]
@@ -129,7 +129,7 @@ def _corners(x: Any) -> Any:
 
 
 def _store(change: Callable[[Any, Launch], Any]) -> Broken:
-    """An output is stored as another tensor: from what it is, which may be changed in place."""
+    """Store an output as another tensor, maybe changed in place."""
 
     def broken(call: Launch) -> dict[str, Any]:
         outputs = call.outputs()
@@ -139,7 +139,7 @@ def _store(change: Callable[[Any, Launch], Any]) -> Broken:
 
 
 def _stale(out: Any, call: Launch) -> Any:
-    """The last row of tiles keeps what the call before left there."""
+    """Keep in the last row of tiles what the former call left."""
     at, before = _last(len(out), call.config.tile_m), call.kept.get(out.shape)
     call.kept[out.shape] = out.clone()
     out[at] = 0 if before is None else before[at]
@@ -151,7 +151,7 @@ def _last(extent: int, tile: int) -> slice:
 
 
 def _fill(value: float, *, rows: bool = False, columns: bool = False) -> Broken:
-    """The last tiles hold a value."""
+    """Fill the last tiles with a value."""
 
     def change(out: Any, call: Launch) -> Any:
         at = _last(len(out), call.config.tile_m) if rows else slice(None)
@@ -169,13 +169,13 @@ def _neighbour(out: Any, call: Launch) -> Any:
 
 
 def _rolled(out: Any, by: int) -> Any:
-    """Columns moved to the right; as bytes where PyTorch has no roll of a type, e4m3 on a GPU."""
+    """Move columns right; as bytes, since e4m3 has no roll on GPUs."""
     bytewise = out.view(torch.uint8) if out.element_size() == 1 else out
     return bytewise.roll(by, 1).view(out.dtype)
 
 
 def _roll(by: int) -> Broken:
-    """Columns are shifted inside each tile."""
+    """Shift columns inside each tile."""
 
     def change(out: Any, call: Launch) -> Any:
         width = call.width(out)
@@ -203,7 +203,7 @@ def _no_nan(out: Any, _: Launch) -> Any:
 
 
 def _lost_partial(_: Any, call: Launch) -> Any:
-    """The last block of a reduction never enters."""
+    """Leave out the last block of a reduction."""
     program, kind = call.program, call.program.outputs[call.site]
     assert issubclass(kind, Reduction)
     raw = call.interpreted(call.inputs, raw=True)[call.site]
@@ -287,7 +287,7 @@ LOWERINGS: dict[str, Lowering] = {
 
 
 def sites(lowering: Lowering, spec: Spec, program: Program) -> list[str]:
-    """The inputs or outputs that the fault can be at."""
+    """List the inputs or outputs that the fault can be at."""
     if not lowering.outputs + lowering.operands:
         return [spec.gemm[0]]
     stored = [o for o, kind in program.outputs.items() if issubclass(kind, lowering.outputs)]

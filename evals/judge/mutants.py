@@ -1,4 +1,4 @@
-"""The mutant suite: right programs with one fault each, which a judge must refuse.
+"""The mutant suite: right programs with one fault each, to be refused.
 
 - A mutated program is an edit of the graph, as a wrong candidate would be. A mutated lowering runs
   the right program as a broken kernel would.
@@ -61,7 +61,7 @@ class Mutant:
         return self.right.with_program(self.program)
 
     def runner(self, run: Runner) -> Runner:
-        """`run` with the mutant's fault, and fresh state where the fault has any."""
+        """Give `run` the mutant's fault, with fresh state if any."""
         if not self.lowered:
             return run
         broken, kept = LOWERINGS[self.operator].broken, {}
@@ -69,8 +69,10 @@ class Mutant:
 
 
 def mutants(right: Subject, *, seed: int) -> list[Mutant]:
-    """Mutants of one program: one site an operator, chosen by the seed. Every operator on programs
-    that applies, and every second one on lowerings."""
+    """Make a program's mutants, one site an operator, by the seed.
+
+    Every operator on programs that applies, and every second one on lowerings.
+    """
     spec, program = right.spec, right.program
     rng = random.Random(f"{seed} {program.name}")
     made: dict[str, list[Mutant]] = {}
@@ -87,7 +89,7 @@ def mutants(right: Subject, *, seed: int) -> list[Mutant]:
 
 
 def suite(found: Iterable[Subject], *, seed: int, count: int | None = None) -> list[Mutant]:
-    """The mutants of the programs. With `count` there are so many of them, operators in turn."""
+    """Make the programs' mutants; `count` of them, operators in turn."""
     every = [m for right in found for m in mutants(right, seed=seed)]
     if count is None:
         return every
@@ -102,7 +104,7 @@ def suite(found: Iterable[Subject], *, seed: int, count: int | None = None) -> l
 
 
 def equivalent(mutant: Mutant, device: str) -> bool:
-    """Whether an edited program differs from the original by less than a sixteenth of a rounding.
+    """Whether programs differ by less than a sixteenth of a rounding.
 
     The rounding is that of what is stored; float32 counts as 2⁻¹⁵, as in the judge. Both programs
     run in float64, on draws of the spec and on inputs beyond them. A fault of a lowering is never

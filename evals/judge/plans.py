@@ -1,5 +1,4 @@
-"""Functions of two and three products written at random, with values that are needed after their
-own reduction: what their plans compute, in float64.
+"""Functions of several products written at random, and what their plans compute.
 
 A plan is right, or its function is left to PyTorch by name.
 """
@@ -59,7 +58,7 @@ F.cross_entropy({x}.float(), t, reduction='sum')
 
 
 def function(seed: int) -> str:
-    """The text of `function`, of two or three products."""
+    """Write the text of `function`, of two or three products."""
     pick = random.Random(seed)
     lines, known = [], ["x"]
 
@@ -86,8 +85,7 @@ def function(seed: int) -> str:
 
 
 def tensors(seed: int) -> list[torch.Tensor]:
-    """Of bfloat16: A, three weights, a tile, a bias, a column, a norm's weight, another tile; and
-    an index. All products are square in the columns, so that any may follow any."""
+    """Draw what `function` takes; all products are square in the columns."""
     made = torch.Generator().manual_seed(seed)
     shapes = [(M, N), (N, N), (N, N), (N, N), (M, N), (N,), (M,), (N,), (M, N)]
     floats = [torch.randn(s, generator=made).bfloat16() for s in shapes]
@@ -95,7 +93,7 @@ def tensors(seed: int) -> list[torch.Tensor]:
 
 
 def fault(text: str, args: list[torch.Tensor], known: Cut) -> str:
-    """Say what is wrong with how a function is cut; "" where nothing is.
+    """Say what is wrong with a cut; "" where nothing is.
 
     Every number is a double on both sides, but where a program rounds what it stores and sums. What
     follows may make much of that: it has to be nearer than PyTorch in the function's own types.
@@ -124,8 +122,10 @@ def fault(text: str, args: list[torch.Tensor], known: Cut) -> str:
 
 
 def _off(have: torch.Tensor, want: torch.Tensor, largest: float) -> float:
-    """Measure an error by the largest value. A sum that is 0 has an error all the same, of what it
-    is a sum of."""
+    """Measure an error by the largest value.
+
+    A sum that is 0 has an error all the same, of what it is a sum of.
+    """
     scale = want.abs().max().clamp(min=1e-4 * largest)
     return float(((want - have).abs() / scale).nan_to_num().max())
 
@@ -166,8 +166,7 @@ def _interpreted(
 
 
 def tried(seed: int, number: int) -> dict[str, Any]:
-    """Cut the function of that number: "layer" is "right", "refused" where no part of it is a
-    kernel, or "wrong"."""
+    """Cut the function of that number; "layer" is right, refused or wrong."""
     number += 10_000 * seed
     text, args = function(number), tensors(number)
     known = None
@@ -191,7 +190,7 @@ def cut_function(text: str, args: list[torch.Tensor]) -> Cut:
 
 
 def called(text: str) -> Any:
-    """The function of a text."""
+    """Make the function of a text."""
     space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     exec(text, space)
     return next(v for k, v in space.items() if k.startswith("function"))

@@ -1,4 +1,4 @@
-"""docs/judge.md: the judge's scores in one table, what lived or was refused, which names fit."""
+"""docs/judge.md: the judge's scores, what lived or was refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Scores = Iterable[Score]
 
 
 class Summary(NamedTuple):
-    """What came of a score: in short, what went wrong, and what else a reader may ask."""
+    """What came of a score: the result, faults, and further remarks."""
 
     result: str
     faults: list[str]
@@ -75,7 +75,7 @@ def write_page(root: Path) -> Path:
 
 
 def _where(scores: Scores) -> tuple[str, str, str]:
-    """Say by which seeds and commits cells came about, and on what machine and days."""
+    """Say by which seeds, commits, machines and days cells came about."""
     seeds = dict.fromkeys(str(score.seed) for score in scores if score.seed)
     commits = dict.fromkeys(score.commit + " (stale)" * bool(score.stale) for score in scores)
     machines = dict.fromkeys(f"{score.machine}, {score.date}" for score in scores)
@@ -106,7 +106,7 @@ def corpus(scores: Scores) -> Summary:
 
 
 def generated(scores: Scores) -> Summary:
-    """Count what became of functions written at random; name faults and the commonest refusals."""
+    """Count what became of random functions; name faults and common refusals."""
     layers, refused = Counter[str](), Counter[str]()
     for score in scores:
         layers.update(score.cell["layers"])
@@ -119,7 +119,7 @@ def generated(scores: Scores) -> Summary:
 
 
 def diagnosis(scores: Scores) -> tuple[str, Rows]:
-    """Count how often the fault that was named is the one that was made, by fault.
+    """Count how often the named fault is that which was made.
 
     Another right name counts as the best one. A name counts where the sentence holds what the set
     asks of it.
@@ -153,7 +153,7 @@ def _together(names: Iterable[tuple[str, Rows]]) -> Rows:
 
 
 def _exploits(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Say how many known exploits there are, and what stops how many of them."""
+    """Count the known exploits, and what stops them."""
     total = Counter(row["status"] for row in rows)
     by = Counter(row.get("layer") or "nothing has to" for row in rows if row["status"] == "stopped")
     kinds = ", ".join(f"{count} {status}" for status, count in total.most_common())

@@ -1,4 +1,4 @@
-"""The judge's scores: run and kept as records, which `report.py` writes as docs/judge.md.
+"""The judge's scores: run, and kept as records.
 
 A cell is kept as soon as it is known, in evals/results/judge-<score>-<device>.jsonl. A run that was
 interrupted goes on where it stopped, as long as commit and seed are the same.
@@ -34,7 +34,7 @@ Say = Callable[[int, int, str], None]
 
 
 class Score(Judged):
-    """What the judge said of one case; `cell` is as each score's function says.
+    """What the judge said of one case, as the score's function says.
 
     Attributes:
         seed: What inputs, and mutants, were drawn from; 0 where each trial draws its own.
@@ -50,8 +50,10 @@ class Score(Judged):
 
 
 class Judge:
-    """The gates that are scored, in a spec's first element type and the default tile: signature and
-    numerics, interpreted on "cpu", on "cuda" by compiled kernels in this process."""
+    """The gates that are scored, in the first type and default tile.
+
+    They are signature and numerics, interpreted on "cpu", on "cuda" by kernels in this process.
+    """
 
     def __init__(self, root: Path, device: str, say: Say = lambda *_: None) -> None:
         if device == "cuda":
@@ -61,12 +63,14 @@ class Judge:
         self._cases: dict[Any, Iterable[Any]] = {}
 
     def signature(self, subject: Subject) -> list[str]:
-        """Faults of a spec's programs against its declarations."""
+        """List faults of a spec's programs against its declarations."""
         return [f.message for f in check_signature(subject.spec, {**subject.programs})]
 
     def numerics(self, subject: Subject, run: Runner, seed: int) -> Finding | None:
-        """The first fault of a program, run by `run`. The cases of a spec and seed take most of the
-        gate's time, so they are kept for the next program."""
+        """Find a program's first fault, run by `run`.
+
+        Cases of a spec and seed take most of the time, and are kept for the next program.
+        """
         spec, program, binding = subject.spec, subject.program, subject.binding
         if fault := meaning_fault(spec, program, binding, seed):
             return fault
@@ -78,8 +82,7 @@ class Judge:
         return TileCheck(spec, program, binding, element, config, run, seed).fault(cases, full=True)
 
     def compile(self, subjects: Iterable[Subject]) -> None:
-        """Compile programs for this device in the pool, all cores at once; here they would be
-        compiled one by one."""
+        """Compile programs for this device by the pool, on all cores."""
         if self.device == "cuda":
             different = {s.program.digest: s for s in subjects}.values()
             config = DEFAULT_CONFIGS["sm_90a"]
@@ -91,7 +94,7 @@ class Judge:
 
 
 def trial(judge: Judge, mutant: Mutant, *, seed: int) -> dict[str, Any]:
-    """What became of a mutant: its layer is "signature", "numerics", "survived" or "equivalent"."""
+    """Judge a mutant: "signature", "numerics", "survived" or "equivalent"."""
     cell: dict[str, Any] = {"operator": mutant.operator, "lowered": mutant.lowered}
     # A demonstration's spec has the inputs of its other programs too: no fault of a mutant.
     if set(judge.signature(mutant.wrong)) - set(judge.signature(mutant.right)):
@@ -117,7 +120,7 @@ def score_mutants(judge: Judge, name: str, chosen: list[Mutant], *, seed: int) -
 
 
 def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[str, Score]:
-    """Judge right programs, each with several fresh seeds, a cell for those of a spec.
+    """Judge right programs with several fresh seeds, a cell a spec.
 
     Programs of one spec follow each other with equal seeds: they share their cases. A cell has the
     "programs", how many "trials", and what was said of the "refused".
@@ -145,7 +148,7 @@ def recorded(
     judge: Judge, name: str, jobs: Mapping[str, Callable[[], dict[str, Any]]], *,
     seed: int = 0, gates: Iterable[str] = ("compile", "numerics"),
 ) -> dict[str, Score]:  # fmt: skip
-    """Run the jobs that the record does not have of these gates and seed; all cells by case."""
+    """Run jobs that the record lacks, by gates and seed; all cells."""
     path = judge.root / FOLDER / f"judge-{name}-{judge.device}.jsonl"
     known = {score.case: score for score in read(path, Score).values()}
     about, found = About.now(judge.device), dict[str, Score]()

@@ -16,6 +16,7 @@ from coda_agent.agent import execution, pipeline, publish, references, tune, ver
 from coda_agent.agent import workspace as workspaces
 from coda_agent.agent.accept import accept, raise_or_revoke, store_tuned
 from coda_agent.agent.cli.report import told
+from coda_agent.agent.events import RunStarted
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import VERSIONS, Finding, NumericsReport, WorstError
@@ -449,14 +450,14 @@ def test_nothing_is_judged_for_a_place_that_is_not_fit(
     spec.write_bytes(workspaces.packaged_specs()["gemm_swiglu"].read_bytes())
     runs = where.root / "logs" / "runs"
     monkeypatch.setattr(references, "admitted", lambda _: None)
-    with pipeline.opened(where, spec, "a", lambda *_: None) as bench:
+    with pipeline.opened(where, spec, RunStarted(author="a"), lambda *_: None) as bench:
         run = bench.run
     swiglu: Any = SimpleNamespace(name="gemm_swiglu", summary="D", text=spec.read_text())
     accept(where, swiglu, "x = 1\n", verdict(), author="composer", run_id="r")
     (where.generated / "gemm_swiglu" / "tuned.json").write_text("{ }")
-    monkeypatch.setattr(verify, "_judge", lambda *_: pytest.fail("it was judged"))
+    monkeypatch.setattr(verify, "_keep", lambda *_: pytest.fail("it was judged"))
     for attempt in (
-        lambda: pipeline.opened(where, spec, "a", lambda *_: None).__enter__(),
+        lambda: pipeline.opened(where, spec, RunStarted(author="a"), lambda *_: None).__enter__(),
         lambda: pipeline.reopened(where, run, lambda *_: None).__enter__(),
         lambda: verify.verify(where, "gemm_swiglu", lambda *_: None),
         lambda: tune.tune(
@@ -473,7 +474,7 @@ def test_nothing_is_judged_for_a_place_that_is_not_fit(
     assert json.loads((run.folder / "events.jsonl").read_text().splitlines()[-1])["type"] == (
         "spec.admitted"
     )
-    with pipeline.opened(where, spec, "a", lambda *_: None, commit=False):
+    with pipeline.opened(where, spec, RunStarted(author="a", commit=False), lambda *_: None):
         pass  # nothing is to be committed
 
 

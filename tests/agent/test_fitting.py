@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from coda_agent.agent import fitting
-from coda_agent.agent.fitting import fit_tables, shapes
+from coda_agent.agent.fitting import Wanted, fit_tables, shapes
 from coda_agent.agent.judge import survey as surveying
 from coda_agent.agent.judge.job import SurveyJob, read_job
 from coda_agent.agent.judge.machine import Gpu
@@ -200,16 +200,8 @@ def run(
     kernels = [Kernel(name, ROOT / name) for name in names]
     lines: list[str] = []
     tables.read.cache_clear()
-    path = fit_tables(
-        folder,
-        kernels,
-        executor,
-        lambda *_: None,
-        count=count,
-        also=lambda _: own,
-        fresh=fresh,
-        say=lines.append,
-    )
+    wanted = Wanted(count, lambda _: own, fresh)
+    path = fit_tables(folder, kernels, wanted, executor, lambda *_: None, lines.append)
     return path, lines
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import execution, judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.cli import app
+from coda_agent.agent.events import RunStarted
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
@@ -60,7 +61,8 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspac
 @pytest.fixture
 def bench(where: workspace.Workspace) -> Iterator[Workbench]:
     spec = ROOT / "specs" / "gemm_swiglu.md"
-    with pipeline.opened(where, spec, "me", lambda *_: None, device="cpu") as made:
+    begin = RunStarted(author="me", device="cpu")
+    with pipeline.opened(where, spec, begin, lambda *_: None) as made:
         yield made
 
 
@@ -321,7 +323,8 @@ def test_a_tip_comes_back_with_its_fault(
     spec, text = ROOT / "specs" / "gemm_swiglu.md", "Imports come from one place."
 
     def opened() -> Any:
-        return pipeline.opened(where, spec, "me", lambda *_: None, device="cpu", commit=False)
+        begin = RunStarted(author="me", device="cpu", commit=False)
+        return pipeline.opened(where, spec, begin, lambda *_: None)
 
     with opened() as bench:
         for program in (WRONG, RIGHT):

@@ -45,7 +45,7 @@ def test_trials_go_to_two_workers(address: str, where: workspace.Workspace) -> N
     suite = suites.load("mine", where.root / "evals" / "suites")
     with Cluster(address, where.root) as pool:
         assert suite.device("auto", pool.gpu) == "cpu"
-        plan = trials.plan(where, suite, ["composer"], device="cpu")
+        plan = trials.plan(where, suite, trials.Choice(["composer"]), device="cpu")
         records = trials.run(plan, pool, width=2)
         both = [pool.submit(os.getpid) for _ in range(8)]
         assert os.getpid() not in {future.result() for future in both}
@@ -57,7 +57,7 @@ def test_trials_go_to_two_workers(address: str, where: workspace.Workspace) -> N
 
 def test_a_lost_worker_is_one_error(address: str, where: workspace.Workspace) -> None:
     suite = suites.load("mine", where.root / "evals" / "suites")
-    plan = trials.plan(where, suite, ["composer"], device="cpu", only=["gemm_haar"])
+    plan = trials.plan(where, suite, trials.Choice(["composer"], specs=["gemm_haar"]), device="cpu")
     with pytest.MonkeyPatch.context() as patch, Cluster(address, where.root) as pool:
         patch.setattr(trials, "run_trial", _die)
         with pytest.raises(CodaError, match="a worker died: the cluster lost a trial") as caught:

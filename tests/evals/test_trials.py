@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import authors, judge, log, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.events import Event, Judged, RunFailed, event_of
+from coda_agent.agent.events import Event, Judged, RunFailed, RunStarted, event_of
 from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
@@ -100,9 +100,10 @@ def events_of(where: workspace.Workspace, record: Trial) -> list[Event]:
     return read_events(where.root / "logs" / "runs" / record.run / "events.jsonl")
 
 
-def go(where: workspace.Workspace, tell: Any = lambda *_: None, **options: Any) -> trials.Plan:
+def go(where: workspace.Workspace, tell: Any = lambda *_: None, **chosen: Any) -> trials.Plan:
     """Does what is left to be done; the plan it had."""
-    plan = trials.plan(where, the_suite(where), ["hand"], device="cpu", **options)
+    choice = trials.Choice(["hand"], **chosen)
+    plan = trials.plan(where, the_suite(where), choice, device="cpu")
     with workers(1) as pool:
         trials.run(plan, pool, width=1, tell=tell)
     return plan
@@ -211,7 +212,7 @@ def test_two_evaluations_do_not_write_to_one_file(where: workspace.Workspace) ->
         with pytest.raises(CodaError, match="another evaluation writes to"):
             go(where)
 
-    go(where, tell, only=["gemm_rope"], trials=1)
+    go(where, tell, specs=["gemm_rope"], trials=1)
 
 
 def test_another_version_of_a_gate_makes_a_trial_undone(
@@ -449,7 +450,7 @@ def test_workers_do_their_trials_in_processes_of_their_own(where: workspace.Work
     """At a spec that the composer refuses, which takes no judge."""
     path = where.root / "evals" / "suites" / "mine.toml"
     path.write_text(SUITE.replace('["gemm_swiglu", "gemm_rope"]', '["gemm_median"]'))
-    plan = trials.plan(where, the_suite(where), ["composer"], device="cpu", trials=1)
+    plan = trials.plan(where, the_suite(where), trials.Choice(["composer"], 1), device="cpu")
     with workers(2) as pool:
         (found,) = trials.run(plan, pool, width=2)
         assert pool.submit(os.getpid).result() != os.getpid()
@@ -474,9 +475,8 @@ def test_what_is_withheld_is_gone_from_prompt_and_tools(
 ) -> None:
     path = ROOT / "specs" / "gemm_swiglu.md"
     whole = prompt.request(load_spec(path))
-    with pipeline.opened(
-        where, path, "me", lambda *_: None, device="cpu", commit=False, withheld=(part,)
-    ) as bench:
+    begin = RunStarted(author="me", device="cpu", commit=False, withheld=(part,))
+    with pipeline.opened(where, path, begin, lambda *_: None) as bench:
         sent = prompt.request(bench.spec, bench.withheld)
         for tool in WITHHELD[part]:
             assert call(bench, tool, {}).text.startswith(f"no tool named '{tool}'")

@@ -1,5 +1,4 @@
-"""The loader of an exported repository: kernels that were compiled ahead, as functions and torch
-operators.
+"""The loader of an exported repository: kernels as functions and torch operators.
 
 - Its modules stand there beside `kernels.json`, objects and their digests, with two more of this
   package that they import; their imports alone are written otherwise.

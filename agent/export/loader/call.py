@@ -1,4 +1,4 @@
-"""What a call of a variant copies, allocates, launches and folds, resolved once."""
+"""What a call copies, allocates, launches and folds, resolved once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Chosen(NamedTuple):
 def planned(
     about: Mapping[str, Any], chosen: Chosen, given: Sequence[Any], shape: tuple[int, int, int]
 ) -> CallPlan:
-    """Resolve a call of a variant, whose inputs were checked: A, B and the operands."""
+    """Resolve a call by its checked inputs: A, B and the operands."""
     tile, outputs, device = chosen.tile, about["outputs"], given[0].device
     lead, folds = given[0].shape[:-1], chosen.folds
     made: list[Any] = []
@@ -79,7 +79,7 @@ def planned(
 
 
 def extents(about: Mapping[str, Any], m: Any, n: int) -> tuple[Any, ...]:
-    """The shape of an output, with one dimension of rows."""
+    """Give an output's shape, with one dimension of rows."""
     sizes = {"M": m, "N": n, "2*N": 2 * n, "N/2": n // 2}
     return tuple([sizes[d] for d in about["dims"]])
 
@@ -87,7 +87,7 @@ def extents(about: Mapping[str, Any], m: Any, n: int) -> tuple[Any, ...]:
 def buffer(
     about: Mapping[str, Any], shape: tuple[Any, int, int], tile: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """The shape of what the kernel of a tile writes of an output."""
+    """Give the shape of what a tile's kernel writes of an output."""
     m, n, _ = shape
     if not about["reduction"]:
         return extents(about, m, n)
@@ -97,14 +97,14 @@ def buffer(
 
 
 def led(about: Mapping[str, Any], t: torch.Tensor, lead: Sequence[Any]) -> torch.Tensor:
-    """An output with the leading dimensions of A, where it has them."""
+    """Give an output the leading dimensions of A, where it has them."""
     if len(lead) == 1 or about["accumulates"] or about["dims"][0] != "M":
         return t
     return t.reshape(*lead, *t.shape[1:])
 
 
 def _ready(t: torch.Tensor, ndim: int, rows: bool) -> torch.Tensor:
-    """`t` with one dimension of rows, copied where TMA cannot load its strides or its address."""
+    """Flatten rows to one dimension; copy what TMA cannot load."""
     return tma_ready(t.flatten(0, t.ndim - ndim) if rows and t.ndim > ndim else t)
 
 

@@ -1,4 +1,4 @@
-"""Final values of a reduction's partials, by the kernel that coda-agent runs in place."""
+"""Final values of partials, by the kernels that coda-agent runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folding(
     layout: tuple[tuple[int, int], tuple[int, int]],
     device: torch.device,
 ) -> Fold:
-    """What folds float32 partials (kept, folded) over their last dimension, in one launch.
+    """Make what folds float32 partials (kept, folded) in one launch.
 
     Args:
         store: The files.

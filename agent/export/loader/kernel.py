@@ -17,7 +17,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def load(folder: Path) -> dict[str, Kernel]:
-    """The kernels of an exported variant, by name; their operators are in `torch.ops.<id>`.
+    """Load a variant's kernels by name; operators are in `torch.ops.<id>`.
 
     Raises:
         KernelError: a file is missing or changed, or torch is too old.
@@ -46,7 +46,7 @@ def load(folder: Path) -> dict[str, Kernel]:
 
 
 class Kernel:
-    """A kernel: a function of its inputs, which torch.compile traces and CUDA graphs capture.
+    """A function of tensors, which torch.compile traces and CUDA graphs capture.
 
     Its docstring says what it computes. Inputs are given in order or by name, static parameters by
     name. `block_size` None gives final reductions; an integer their raw float32 partials over
@@ -85,8 +85,7 @@ class Kernel:
     def _anew(
         self, key: tuple[str, ...], given: Sequence[Any], block_size: Optional[int], tracing: bool
     ) -> Any:
-        """The results where no such call was made before; by the operator where calls are traced,
-        or a tensor is no plain one."""
+        """Do a call of a new signature; by the operator, where traced."""
         values, variant = list(given), self.variants[key]
         for i, value in enumerate(values):
             number = i in self._scalars and isinstance(value, (int, float))

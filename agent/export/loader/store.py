@@ -1,4 +1,4 @@
-"""The files of an export, each held against its digest when it is read."""
+"""The files of an export, each checked when it is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class KernelError(ValueError):
-    """What cannot be run: wrong arguments, another machine, or a changed file. One line."""
+    """What cannot be run, on a line: arguments, machine or a file."""
 
 
 class Store:
@@ -67,11 +67,11 @@ class Store:
             raise KernelError(f"{path} cannot be read: {error.strerror}; export it again") from None
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The launch of a kernel's object."""
+        """Load the launch of a kernel's object."""
         return self._module(name)["func"]
 
     def fold(self, about: dict[str, Any]) -> tuple[Callable[..., int], int]:
-        """What launches a fold, and the handle of its code."""
+        """Load what launches a fold, and the handle of its code."""
         if self._launcher is None:
             self._launcher = self._module("folds/launch.so")
         key = about["file"], about["name"]

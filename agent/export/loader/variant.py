@@ -1,4 +1,4 @@
-"""A variant of an exported kernel: what its arguments must be, and what a call returns."""
+"""A variant of an exported kernel: its arguments and results."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Variant:
         return self.run(call, values)
 
     def run(self, call: CallPlan, values: Sequence[Any]) -> Any:
-        """The outputs that overwrite no input, by a resolved call with such inputs."""
+        """Do a resolved call; the outputs that overwrite no input."""
         results = call(self._inputs_of(values))
         for _, place in self.updated:  # or what autograd saved would not know
             torch.autograd.graph.increment_version(values[place])
         return picked(self.returned, results)
 
     def fake(self, values: Sequence[Any], block_size: Optional[int] = None) -> Any:
-        """What a call returns, in shapes, dtypes and strides alone."""
+        """Make a call's results in shapes, dtypes and strides alone."""
         m, n, _, form = self._check(values)
         a = values[self._places[0]]
         tile = next((x for x in self._tiles if block_size in (None, x["block"])), None)
@@ -101,7 +101,7 @@ class Variant:
             )
 
     def _check(self, values: Sequence[Any]) -> tuple[Any, int, int, dict[str, Any]]:
-        """M, N, K and what was exported for these types; nothing is asked of M, maybe a symbol."""
+        """Check arguments: M (maybe a symbol), N, K, and the exported form."""
         a, b, *operands = [values[i] for i in self._places]
         names = [self._inputs[i] for i in self._places]
         dtype = str(a.dtype)[6:]
@@ -139,7 +139,7 @@ class Variant:
         shape: tuple[int, int, int],
         block_size: Optional[int],
     ) -> dict[str, Any]:
-        """The tile that the table has for a shape: measured there, or predicted near it."""
+        """Choose a shape's tile by the table: measured, or predicted near it."""
         table = self._choices[form["choice"]]
         found = table["exact"].get("x".join(map(str, shape)))
         if found is None:
@@ -163,7 +163,7 @@ class Variant:
         form: Mapping[str, Any],
         block_size: Optional[int],
     ) -> CallPlan:
-        """What runs a call, and later ones with such arguments."""
+        """Resolve a call, and later ones with such arguments."""
         if max(shape) >> 31:
             raise self._error(f"M, N, K = {', '.join(map(str, shape))}, expected each below 2**31")
         device = values[self._places[0]].device
@@ -176,7 +176,7 @@ class Variant:
         launch = self._store.function(found["file"])
 
         def fold(x: Mapping[str, Any]) -> Fold:
-            """Of an output's partials."""
+            """Make what folds an output's partials."""
             of, rows = x["reduction"], x["reduction"]["over_rows"]
             (down, across), extent = buffer(x, shape, tile), shape[0] if rows else shape[1]
             layout = ((across, down), (1, across)) if rows else ((down, across), (across, 1))
@@ -194,7 +194,7 @@ class Variant:
         return planned(self._about, chosen, self._inputs_of(values), shape)
 
     def _arch(self, form: Mapping[str, Any], device: torch.device) -> str:
-        """The architecture of a device.
+        """Name the architecture of a device.
 
         Raises:
             KernelError: no object was exported for it.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from coda_agent.agent import pipeline, workspace
+from coda_agent.agent.events import RunStarted
 from coda_agent.agent.judge import Finding, GateResult, Verdict
 from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workbench.evaluating import inputs_of, table
@@ -33,7 +34,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench
     monkeypatch.chdir(tmp_path)
     made, _ = workspace.init(tmp_path)
     spec = ROOT / "specs" / "gemm_swiglu.md"
-    with pipeline.opened(made, spec, "me", lambda *_: None, device="cpu", commit=False) as opened:
+    begin = RunStarted(author="me", device="cpu", commit=False)
+    with pipeline.opened(made, spec, begin, lambda *_: None) as opened:
         yield opened
 
 
