@@ -33,7 +33,6 @@ class Item:
     """One thing looked for.
 
     Attributes:
-        name: Of it.
         value: What was found; None where it is missing.
         enables: What it is good for.
         hint: What to do where it is missing or broken.
@@ -114,7 +113,7 @@ def distributions() -> Iterator[importlib.metadata.Distribution]:
 
 
 def _whole(wheel: importlib.metadata.Distribution) -> bool:
-    """Whether a wheel's files are as brought, by digest, libraries by size."""
+    """Compare a wheel's files with what was brought, libraries by size."""
     for file in wheel.files or ():
         if file.size is None or file.hash is None or file.parts[0] == "..":
             continue  # made here: RECORD itself, and scripts

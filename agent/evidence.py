@@ -45,16 +45,16 @@ class Evidence(Judgement):
         return super().of(verdict, **about | more)
 
     def of_program(self, now: Mapping[str, str]) -> bool:
-        """Whether it is of the spec and candidate of these digests."""
+        """Tell whether it is of the spec and candidate of these digests."""
         return all(self.digests.get(key) == now.get(key) for key in ("spec", "candidate"))
 
     def due(self, now: Mapping[str, str], *, gpu: bool) -> bool:
-        """Whether to judge again: stale, edited, or this machine can show more."""
+        """Tell whether to judge again: stale, edited, or more is possible."""
         lacks = self.level == "revoked" or (gpu and self.level != "accepted")
         return lacks or bool(self.stale) or not self.of_program(now)
 
     def yields_to(self, new: Self) -> bool:
-        """Whether a later verdict takes its place.
+        """Tell whether a later verdict takes its place.
 
         One that passes and shows less does not: it contradicts nothing. Nor does one that shows the
         same, unless this one is stale.

@@ -78,9 +78,7 @@ def stage_of(program: Program, text: str, stage: str) -> str:
 
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:
-    """Compile to MLIR, PTX or SASS in a fresh process.
-
-    The DSL reads its dump settings once.
+    """Compile in a fresh process: the DSL reads dump settings once.
 
     Raises:
         CompileError: the program does not compile.

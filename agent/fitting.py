@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from coda_agent.agent.judge import Observer, compile_gate, survey_candidate
-from coda_agent.agent.judge.executor import Executor, usable
+from coda_agent.agent.judge.executor import Executor
+from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import VERSIONS, Survey
+from coda_agent.agent.plain import utc_now
 from coda_agent.agent.workspace import Kernel
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.reader import read_programs
@@ -103,8 +104,7 @@ def fit_tables(
     Raises:
         MachineError: there is no Hopper GPU.
     """
-    gpu = usable(executor, "cuda")
-    assert gpu is not None  # "cuda" demands one
+    gpu = demanded(executor.gpu())
     table, path = read(folder, gpu.name), None
     work = [*_due(table, kernels, wanted, say)]
     ahead: Future[None] | None = None
@@ -176,7 +176,7 @@ def _entry(found: Survey, due: _Due, executor: Executor) -> Entry:
     kept["driver"] = machine.get("gpu", {}).get("driver_version")
     return Entry.of(
         fit(measured, **about), program=due.digest, dtype=found.dtype, regret=regret, machine=kept,
-        date=datetime.now(UTC).date().isoformat(), version=VERSIONS["compile"],
+        date=utc_now()[:10], version=VERSIONS["compile"],
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ class Keys:
         return dict(self._held)
 
     def present(self) -> bool:
-        """Whether there is a key, taken already or not."""
+        """Tell whether there is a key, taken already or not."""
         return bool(self._held) or any(os.environ.get(name) for name in self.names)
 
     def redacted(self, text: str) -> str:

@@ -69,7 +69,6 @@ class RunLog:
     """The one writer of a run's log; a context manager.
 
     Attributes:
-        folder: The run's.
         observer: Told of every event, and of what gates and authors do meanwhile.
         state: What the events so far say.
 

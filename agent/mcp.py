@@ -78,7 +78,6 @@ class Connection:
     """The runs of one connection, by spec.
 
     Args:
-        workspace: Where they are.
         device, commit: Of runs that are opened.
         calls: What does the calls; without one they are done here, and cannot be stopped.
     """
@@ -98,7 +97,7 @@ class Connection:
         if name in _DOORS:
             door = {"list_specs": self.list_specs, "new_spec": self.new_spec}[name]
             try:
-                return door(**{"word": "", **given} if name == "list_specs" else given), ""
+                return door(**given), ""
             except (CodaError, OSError, TypeError) as error:
                 return Result(ok=False, text=str(error)), ""
         try:
@@ -136,7 +135,7 @@ class Connection:
                 return run.id
         return None
 
-    def list_specs(self, word: str) -> Result:
+    def list_specs(self, word: str = "") -> Result:
         """List specs that have a word, and say which have a kernel."""
         done = {kernel.name for kernel in self.workspace.kernels()}
         names = sorted(self.workspace.spec_names())

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.authors.composer import handed_over
+from coda_agent.agent.tips import names_in
 from coda_agent.agent.workbench import feedback, shown
 from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
 from coda_agent.demos import Demo, demos
 from coda_agent.primitives import reader
-from coda_agent.primitives.catalogue import vocabulary_names
 from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
 from coda_agent.specs import Spec
 
@@ -46,10 +46,7 @@ _TASK = Path(__file__).with_name("task.md")
 
 
 def common(withheld: Sequence[str] = ()) -> dict[str, str]:
-    """Write what is the same for every spec, by name.
-
-    What is `withheld` of `WITHHELD` is left out.
-    """
+    """Write what is the same for every spec, without the `withheld`."""
     names = "What one of them does in full, `read_primitive` says.\n\n" + vocabulary()
     return {**instructions(withheld), "vocabulary": f"# The vocabulary\n\n{names}"}
 
@@ -84,7 +81,7 @@ def demos_for(spec: Spec) -> list[Demo]:
     the reference names, and those by which its other words are written. Each choice is the one that
     adds most; what is in many demonstrations counts a little, too.
     """
-    shown = {demo.name: _primitives(demo.candidate) for demo in demos()}
+    shown = {demo.name: names_in(demo.candidate) for demo in demos()}
     often = Counter(name for names in shown.values() for name in names)
     wanted = wanted_of(spec)
     chosen = list[Demo]()
@@ -105,7 +102,7 @@ def wanted_of(spec: Spec) -> set[str]:
     """List the primitives that a spec's program may need, by its words."""
     m, n, _ = spec.gemm_dims
     kinds = {*OPERAND_KINDS.values(), *OUTPUT_KINDS.values()}
-    found = _primitives(handed_over(spec)) | _primitives(spec.reference_source)
+    found = names_in(handed_over(spec)) | names_in(spec.reference_source)
     for binding in spec.bindings():
         for x in (*spec.inputs, *spec.outputs):
             shape = tuple(map(str, spec.symbolic_shape(x, binding)))
@@ -116,10 +113,6 @@ def wanted_of(spec: Spec) -> set[str]:
         if re.search(said, words):
             found |= set(names.split())
     return found - ({"AddTile"} if spec.in_place is None else set())
-
-
-def _primitives(text: str) -> set[str]:
-    return {*vocabulary_names()}.intersection(re.findall(r"[A-Za-z_]\w*", text)) - {"epilogue"}
 
 
 def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:

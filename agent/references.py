@@ -141,10 +141,8 @@ def result(
     """Have a child do a job with a function found at `where`.
 
     Args:
-        child: Who does it.
         job: As the child has it.
         where: The function's file, for messages.
-        limit_s: Its time.
         kind: The type of what it gives.
         first: A job before it, whose time does not count.
 

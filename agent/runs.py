@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 def find(workspace: Workspace, name: str) -> Run:
     """Find a run by its name or a part, "last", or folder.
 
-    "last" is no replay, and a part is one that no other run has.
-
     Raises:
         WorkspaceError: there is none, or more than one.
     """

@@ -31,8 +31,6 @@ class Call:
     """A call of a tool.
 
     Attributes:
-        tool: Which tool.
-        given: Its input.
         run: The run to go on with, as `runs.find` takes it; else the one that is open.
         spec: Opens a run of this spec, unless `run` is one that goes on.
         author, device, commit: Of a run that is opened.

@@ -60,22 +60,20 @@ def shape(text: str, where: str = "--shape") -> Shape:
     return m, n, k
 
 
-def numbers(option: str, text: str, expected: str, *, of: int = 1) -> list[int]:
-    """`1,16,128` as a list, each a positive multiple of `of`.
+def numbers(option: str, text: str, expected: str) -> list[int]:
+    """Read positive numbers, such as `1,16,128`.
 
     Raises:
         CodaError: something else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", x) and int(x) % of == 0 for x in parts):
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", x) for x in parts):
         raise CodaError(f"{option} is {text[:60]!r}, expected {expected}")
     return [int(part) for part in parts]
 
 
 def in_file(path: Path) -> list[Shape]:
-    """Read a file of shapes: M,N,K a line, or a JSON list.
-
-    `#` begins a comment.
+    """Read shapes: M,N,K a line, # before comments, or a JSON list.
 
     Raises:
         CodaError: it cannot be read, holds none, or something else.
@@ -101,7 +99,6 @@ def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:
 
     Args:
         config: A Hugging Face config.json, or the folder of one.
-        spec: The kernel's spec.
         rows: Values of M.
 
     Raises:

@@ -85,7 +85,7 @@ def write(out: Path) -> list[str]:
 
 
 def _ours(path: Path) -> bool:
-    """Whether a SKILL.md was written here."""
+    """Tell whether a SKILL.md was written here."""
     try:
         front = path.read_text("utf-8").split("---\n")[1]
         return yaml.safe_load(front)["metadata"] == _MADE_BY

@@ -82,7 +82,6 @@ class RunState:
         over: Why an author has nothing more to do: accepted, or it gave up.
         outcome: running, passed, refused, failed (by an exception), or stopped. A stopped author
             ended without a verdict, and `reason` says why.
-        commit: What was committed.
         level: The kernel's level after the last full trial.
         failure: The exception that ended the run.
         begun: The call of a tool that has no result yet.

@@ -23,7 +23,6 @@ def columns(rows: Rows, width: int | None = None) -> str:
     """Align rows to the left, two spaces apart.
 
     Args:
-        rows: Of cells.
         width: What lines must fit, by wrapping cells of the widest columns but the first; without
             it the last column is as wide as it likes.
     """

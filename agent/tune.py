@@ -62,8 +62,7 @@ def tune(
     spec = load_spec(kernel.spec)
     for shape in shapes:
         check_shape(spec, shape)
-    gpu = execution.usable_gpu("cuda")
-    assert gpu is not None  # "cuda" demands one
+    gpu = execution.hopper()
     function, user = load_kernel(kernel.folder), user_tuning(kernel.folder)
     user.add({})  # what fails, fails before anything is measured
     dtypes = sorted({spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()})

@@ -38,7 +38,6 @@ class Built:
     """What became of compile jobs.
 
     Attributes:
-        folder: Of the objects.
         new: Objects that were compiled now.
         known: Objects that were there.
         failed: Jobs that failed, and why.
@@ -58,8 +57,6 @@ def ahead(
     That is every variant in every element type, in the tile that is dispatched there.
 
     Args:
-        kernel: The kernel.
-        shapes: The shapes.
         gpu: The GPU's name; by default the one here.
         block: The `block_size` of the calls.
 

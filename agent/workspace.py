@@ -249,7 +249,7 @@ class Workspace:
         return _kernels_in(self.generated)
 
     def owns(self, kernel: Kernel) -> bool:
-        """Whether a kernel is the workspace's, and not the package's."""
+        """Tell whether a kernel is the workspace's, and not the package's."""
         return kernel.folder.parent == self.generated
 
     def kernel(self, name: str) -> Kernel:

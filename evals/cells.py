@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -20,6 +19,7 @@ from coda_agent.agent.doctor import package_version
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.judgement import Machine
+from coda_agent.agent.plain import utc_now
 from coda_agent.agent.workspace import GitError, run_git
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import open_own, reason
@@ -28,8 +28,8 @@ FOLDER = Path("evals", "results")
 """Where records are, in a workspace."""
 
 
-class Record(BaseModel):
-    """What every line says.
+class About(BaseModel):
+    """What records of one command have in common.
 
     Attributes:
         commit: Of the program; with `+` where sources differ from it.
@@ -42,6 +42,16 @@ class Record(BaseModel):
     commit: str
     machine: str
     date: str
+
+    @staticmethod
+    def now(device: str) -> About:
+        """Name this program, machine and day."""
+        found = Machine.of(environment(device))
+        return About(commit=program_commit(), machine=machine(found), date=utc_now()[:10])
+
+
+class Record(About):
+    """A line of a file."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -139,20 +149,6 @@ def card(machine: str) -> str:
     return machine.partition(",")[0]
 
 
-class About(BaseModel):
-    """What records of one command have in common."""
-
-    commit: str
-    machine: str
-    date: str
-
-    @classmethod
-    def now(cls, device: str) -> Self:
-        """Name this program, machine and day."""
-        found = Machine.of(environment(device))
-        return cls(commit=program_commit(), machine=machine(found), date=today())
-
-
 def machine(about: Machine) -> str:
     """Name a machine: `NVIDIA H200, driver 580.1, torch 2.11.0`, or `cpu, …`."""
     numbers = {"driver": about.driver, "torch": about.packages.get("torch")}
@@ -179,8 +175,3 @@ def program_commit() -> str:
     except (GitError, MachineError):
         pass
     return str(package_version("coda-agent", "coda_agent"))
-
-
-def today() -> str:
-    """Name the day, UTC."""
-    return datetime.now(UTC).strftime("%Y-%m-%d")

@@ -52,10 +52,7 @@ def converted(model: nn.Module) -> str:
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` in e4m3, factors scaled anew by a result's rows and columns.
-
-    Rows, and both widths, are multiples of 16.
-    """
+    """`nn.Linear` in e4m3; rows and both widths are multiples of 16."""
 
     def forward(self, input: Tensor) -> Tensor:
         y: Any = _Product.apply(input.flatten(0, -2), self.weight)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy
 
+from coda_agent.agent.judgement import geometric_mean
 from coda_agent.evals.trials import Trial
 
 Groups = Mapping[str, Sequence[Trial]]
@@ -95,8 +96,7 @@ def per_solution(trials: Iterable[Trial], value: Value) -> float | None:
 
 def of_solved(trials: Iterable[Trial], value: Value) -> float | None:
     """Give the geometric mean over the trials that solved and were timed."""
-    found = [v for trial in trials if trial.solved and (v := value(trial))]
-    return statistics.geometric_mean(found) if found else None
+    return geometric_mean(v for trial in trials if trial.solved and (v := value(trial)))
 
 
 def resampled(groups: Groups, value: Value) -> dict[str, numpy.ndarray]:

@@ -110,7 +110,7 @@ class Bench:
         return path
 
     def _holds(self, cell: Cell | None, again: bool) -> bool:
-        """Whether a cell need not be measured."""
+        """Tell whether a cell need not be measured."""
         about = self.about
         if cell is None or cell.machine != about.machine:
             return False

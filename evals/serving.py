@@ -135,7 +135,6 @@ class Diffusion(nn.Module):
     """Layers of a diffusion transformer; each image's condition is a parameter.
 
     Args:
-        images: How many.
         width: Of the stream.
         heads: Of attention.
     """

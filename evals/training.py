@@ -109,15 +109,12 @@ OTHERS = {
 
 
 def cases() -> list[Case]:
-    """List steps of Llama-3.2-1B, their losses, and other models' steps.
-
-    80 GB hold all contenders of half the tokens.
-    """
+    """List steps of Llama-3.2-1B, their losses, and other models' steps."""
     compiled = "compile", "compile, mask folded"
     whole, narrow = ("ours", *compiled, "liger"), ("ours", "bf16", *compiled)
     alone = "ours", "eager", "ours, one GPU", "eager, one GPU"
     make, losses = partial(_step, LLAMA), partial(_losses, LLAMA)
-    half = replace(LLAMA, batch=4)
+    half = replace(LLAMA, batch=4)  # of which 80 GB hold all contenders
     return [
         Case("train-1b", whole, partial(make, False)),
         Case("train-1b of 4 sequences", whole, partial(_step, half, False)),

@@ -260,7 +260,9 @@ def run_trial(task: Task) -> Trial:
 
     spec = task.suite.spec(task.workspace, task.spec)
     author = authors.make(task.author, task.options, task.workspace)
-    settings = author.settings() | ({"withheld": task.without} if task.without else {})
+    settings = author.settings()
+    if task.without:
+        settings["withheld"] = task.without
     begin = RunStarted(author=author.name, device=task.device, commit=False, **settings)
     with _aside(task.workspace, spec, tips="tips" not in task.without) as (where, path):
         try:

@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 from coda_agent.agent.execution.pool import SIDE_BY_SIDE
@@ -27,7 +26,7 @@ def workers(count: int) -> Executor:
         return _Here()
     return ProcessPoolExecutor(
         # Forked, a worker would share this process's threads' locks, and a GPU it may hold.
-        count, get_context("spawn"), _begin_worker, (KEYS.take(), count)
+        count, multiprocessing.get_context("spawn"), _begin_worker, (KEYS.take(), count)
     )  # fmt: skip
 
 

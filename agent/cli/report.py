@@ -86,7 +86,7 @@ def columns(rows: tables.Rows) -> str:
 
 
 def quiet() -> bool:
-    """Whether stdout is one document, so that no progress is told."""
+    """Tell whether stdout is one document, so that no progress is told."""
     return _AS_JSON.get()
 
 

@@ -68,13 +68,14 @@ def _one(found: Run, html: Path | None, format: str | None) -> Reply:
     """Show a run; its events where one document is asked for."""
     from rich.console import Console
 
+    events, _ = past.history(found.folder)
     if quiet():
-        return Reply([event.line() for event in past.history(found.folder)[0]])
+        return Reply([event.line() for event in events])
     if format:
-        path = inspect_log.write(found, past.history(found.folder)[0])
+        path = inspect_log.write(found, events)
         return Reply(None, f"wrote {path}; inspect view --log-dir {path.parent} opens it")
     if html:
-        pages.write(html, found.id, [*run_page.sections(past.history(found.folder)[0])])
+        pages.write(html, found.id, [*run_page.sections(events)])
         return Reply(None, f"wrote {html}")
     Console().print(past.timeline(found))
     return Reply(None)

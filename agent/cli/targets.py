@@ -46,8 +46,6 @@ def program(arg: str, spec: str | None = None) -> tuple[str, Spec]:
 def explainable(arg: str) -> tuple[str | None, Spec | None]:
     """Read the text and the spec of a FILE, KERNEL or SPEC.
 
-    Of a SPEC there is no text.
-
     A kernel goes before a spec of its name: it is what runs. But a spec that a workspace changed
     goes before the package's kernel, and the spec's path asks for the spec.
     """

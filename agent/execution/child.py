@@ -281,7 +281,6 @@ class _Fork:
         """Fork a child.
 
         Args:
-            origin: It.
             pipes: The fork's ends of this process's pipes: jobs, results, and what it prints.
             scratch: Its folder for files.
 

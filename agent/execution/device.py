@@ -99,7 +99,7 @@ def _lock(gpu: Gpu) -> int | None:
 
 
 def is_free(gpu: Gpu) -> bool:
-    """Whether no other coda-agent process holds the GPU now."""
+    """Tell whether no other coda-agent process holds the GPU now."""
     fd = _lock(gpu)
     if fd is not None:
         os.close(fd)

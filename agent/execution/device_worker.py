@@ -45,7 +45,6 @@ class Watch:
     timed, only a kernel's first launch is told and waited for; the later ones cost a look-up.
 
     Args:
-        launch: The launcher that launches.
         synchronize: Waits for the GPU.
     """
 
@@ -120,7 +119,7 @@ def named(error: Exception) -> str | None:
 
 
 def probe() -> bool:
-    """Whether the GPU multiplies: small integers, whose product is exact."""
+    """Tell whether the GPU multiplies, by small integers, whose product is exact."""
     a = torch.arange(256 * 256).reshape(256, 256).float() % 7 - 3
     product = (a.cuda() @ a.cuda().t()).double().cpu()
     return torch.equal(product, a.double() @ a.double().t())

@@ -46,7 +46,6 @@ class Wanted:
         gpu: The name of the GPU whose measured times choose tiles.
         tiles: How many tiles, at most.
         types: Element types of A; none for all that the spec has.
-        archs: The architectures.
     """
 
     gpu: str
@@ -183,7 +182,7 @@ def _about(
 
 
 def _documentation(kernel: Kernel, types: Iterable[str]) -> str:
-    """The kernel's, with the types of A that are exported."""
+    """Extend the kernel's by the types of A that are exported."""
     return f"{kernel.__doc__}\n\nExported types of A: {', '.join(types)}"
 
 

@@ -72,10 +72,7 @@ def _mutants(judge: Judge, count: Some, seed: int, name: str = "mutants") -> dic
 
 
 def _diagnosis(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
-    """Score mistakes of authors, of kernels, and of demonstrations.
-
-    On the last the diagnosis was not tuned.
-    """
+    """Score mistakes of authors, and mutants of kernels and demonstrations."""
     right = right_programs(AUTHORS, find().root / "specs")
     wrong = _evenly(written(AUTHORS, right), count)
     found = {"authors": score_mutants(judge, "authors", wrong, seed=seed)}

@@ -32,8 +32,6 @@ class Edit(NamedTuple):
     """A change of a program, such as one fault.
 
     Attributes:
-        operator: Which.
-        site: Where.
         faults: What a diagnosis may call it, the best name first.
         changes: Changed nodes by number.
         operands: Changed kinds of operands.

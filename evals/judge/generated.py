@@ -225,10 +225,7 @@ def _used(x: str, text: str) -> bool:
 def judged(spec: Spec, judge: Judge | None, *, seed: int) -> dict[str, Any]:
     """Say what becomes of a spec, by its "layer".
 
-    It is "not admitted", "refused", "right", "wrong" or "disputed".
-
     Args:
-        spec: The spec.
         judge: Whose gates are asked, signature, meaning and numerics; None asks none.
         seed: What inputs are drawn from.
     """

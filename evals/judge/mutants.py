@@ -69,10 +69,7 @@ class Mutant:
 
 
 def mutants(right: Subject, *, seed: int) -> list[Mutant]:
-    """Make a program's mutants, one site an operator, by the seed.
-
-    Every operator on programs that applies, and every second one on lowerings.
-    """
+    """Make a program's mutants, one site an operator, by the seed."""
     spec, program = right.spec, right.program
     rng = random.Random(f"{seed} {program.name}")
     made: dict[str, list[Mutant]] = {}
@@ -104,7 +101,7 @@ def suite(found: Iterable[Subject], *, seed: int, count: int | None = None) -> l
 
 
 def equivalent(mutant: Mutant, device: str) -> bool:
-    """Whether programs differ by less than a sixteenth of a rounding.
+    """Tell whether programs differ by less than a sixteenth of a rounding.
 
     The rounding is that of what is stored; float32 counts as 2⁻¹⁵, as in the judge. Both programs
     run in float64, on draws of the spec and on inputs beyond them. A fault of a lowering is never

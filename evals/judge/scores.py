@@ -50,10 +50,7 @@ class Score(Judged):
 
 
 class Judge:
-    """The gates that are scored, in the first type and default tile.
-
-    They are signature and numerics, interpreted on "cpu", on "cuda" by kernels in this process.
-    """
+    """The scored gates, in a spec's first type and default tile."""
 
     def __init__(self, root: Path, device: str, say: Say = lambda *_: None) -> None:
         if device == "cuda":
@@ -67,16 +64,13 @@ class Judge:
         return [f.message for f in check_signature(subject.spec, {**subject.programs})]
 
     def numerics(self, subject: Subject, run: Runner, seed: int) -> Finding | None:
-        """Find a program's first fault, run by `run`.
-
-        Cases of a spec and seed take most of the time, and are kept for the next program.
-        """
+        """Find a program's first fault, run by `run`."""
         spec, program, binding = subject.spec, subject.program, subject.binding
         if fault := meaning_fault(spec, program, binding, seed):
             return fault
         element, config = spec.elements[0], DEFAULT_CONFIGS["sm_90a"]
         key = spec.digest, subject.variant, seed
-        if key not in self._cases:
+        if key not in self._cases:  # they take most of the gate's time: kept for the next program
             self._cases = {key: make_cases(spec, binding, element, self.device, seed)}
         cases, self._cases[key] = itertools.tee(self._cases[key])
         return TileCheck(spec, program, binding, element, config, run, seed).fault(cases, full=True)
@@ -145,14 +139,13 @@ def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[st
 
 
 def recorded(
-    judge: Judge, name: str, jobs: Mapping[str, Callable[[], dict[str, Any]]], *,
-    seed: int = 0, gates: Iterable[str] = ("compile", "numerics"),
-) -> dict[str, Score]:  # fmt: skip
-    """Run jobs that the record lacks, by gates and seed; all cells."""
+    judge: Judge, name: str, jobs: Mapping[str, Callable[[], dict[str, Any]]], *, seed: int = 0
+) -> dict[str, Score]:
+    """Run jobs that the record lacks, by versions and seed; all cells."""
     path = judge.root / FOLDER / f"judge-{name}-{judge.device}.jsonl"
     known = {score.case: score for score in read(path, Score).values()}
     about, found = About.now(judge.device), dict[str, Score]()
-    versions = {gate: VERSIONS[gate] for gate in gates}
+    versions = {gate: VERSIONS[gate] for gate in ("compile", "numerics")}
     for done, (case, job) in enumerate(jobs.items(), 1):
         judge.say(done, len(jobs), case)
         score = known.get(case)

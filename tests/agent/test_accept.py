@@ -485,7 +485,7 @@ def test_tuning_refuses_a_shape_that_the_function_refuses(
     text = text.replace("{multiple_of: 16}", "{multiple_of: 4}")
     spec: Any = SimpleNamespace(name="gemm_rmsnorm", summary="D", text=text)
     accept(where, spec, "x = 1\n", verdict(), author="composer", run_id="r")
-    monkeypatch.setattr(execution, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
+    monkeypatch.setattr(execution, "hopper", lambda: Gpu("GPU-1", "H200", "9.0"))
     with pytest.raises(SpecError, match="N=20: a kernel of these types takes multiples of 8"):
         tune.tune(
             where.kernel("gemm_rmsnorm"), [(64, 20, 64)], lambda *_: None,

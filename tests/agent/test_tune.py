@@ -51,7 +51,7 @@ class Measurer:
 def measurer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurer:
     made = Measurer()
     monkeypatch.setattr(judge, "tune_candidate", made)
-    monkeypatch.setattr(execution, "usable_gpu", lambda _: GPU)
+    monkeypatch.setattr(execution, "hopper", lambda: GPU)
     monkeypatch.setenv("CODA_AGENT_TUNED", str(tmp_path / "tuned"))
     for who in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{who}_NAME", "U")

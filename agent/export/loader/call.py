@@ -18,9 +18,7 @@ class Chosen(NamedTuple):
 
     Attributes:
         dtypes: Of the outputs.
-        tile: The tile.
         order: Places of A, B, D and C, and of the epilogue's arguments, among all that is launched.
-        launch: The kernel.
         folds: Places of the outputs that stay no partials as they are, and what folds them; None
             turns them.
     """

@@ -23,12 +23,10 @@ def folding(
     """Make what folds float32 partials (kept, folded) in one launch.
 
     Args:
-        store: The files.
         arch: The architecture of the device.
         combine: "add", "max", "min" or "logsumexp".
         weight: The factor of a sum.
         layout: Shape and strides of the partials.
-        device: Theirs.
     """
     (kept, folded), strides = layout
     numbers = [folded, *strides]
