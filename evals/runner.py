@@ -267,7 +267,7 @@ def _check(what: str, name: str, known: Any) -> None:
 
 
 def _wanted(case: Case, choice: Choice) -> list[str]:
-    """List who takes part in a case; libraries that are installed."""
+    """List who takes part in a case, of installed libraries alone."""
     always = {OURS, BASE, *choice.contenders}
     return [
         name

@@ -84,7 +84,7 @@ class Trial(Judged):
 
     @property
     def counts(self) -> bool:
-        """Whether it says anything about its author, not of our fault."""
+        """Whether it says something of its author, unlike faults of ours."""
         return self.outcome != "harness_fault"
 
     @property
@@ -190,7 +190,7 @@ def plan(
 
 
 def _stands(record: Trial, spec: Spec, commit: str | Literal[False]) -> bool:
-    """Say whether a trial, of a commit where given, holds still."""
+    """Say whether a trial, of a commit where given, still holds."""
     fresh = record.counts and not record.stale and record.spec_digest == spec.digest
     return fresh and (not commit or record.commit == commit)
 

@@ -210,7 +210,7 @@ class Device:
         return reduce(Outcome.joined, found)
 
     def _unit(self, job: Job[ReportT], tiles: Tiles, progress: Progress) -> Outcome[ReportT]:
-        """Run one job without tiles that fault; their faults, where given up."""
+        """Run one job without tiles that fault; given up, return the faults."""
         past = {key: FaultMemory(self.gpu.name, job.programs[key[0]], key[1]) for key in tiles}
         faults = {(k, c): f for k in tiles for c, f in past[k].known(tiles[k]).items()}
         while True:
