@@ -108,7 +108,9 @@ def test_a_gradient_reads_what_was_stored_and_stores_what_a_product_reads() -> N
 
 def test_what_a_gradient_reads_is_stored_where_what_it_is_made_of_has_as_many_bytes() -> None:
     """Made of the bare product, it took a kernel more, a fifth of both passes at K = 160 (H200)."""
-    shown = both(lambda x, w, b: F.softplus(F.linear(x, w) + b), [drawn(24, H), drawn(D, H), drawn(D)])
+    shown = both(
+        lambda x, w, b: F.softplus(F.linear(x, w) + b), [drawn(24, H), drawn(D, H), drawn(D)]
+    )
     ((text, program),) = shown.kernels
     assert "add = acc + " in text and len(program["outputs"]) == 2
 
