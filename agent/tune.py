@@ -113,5 +113,5 @@ def _proposed(function: Function, shape: Shape, dtype: str, gpu: str) -> list[Ti
     program, *_ = function.programs.values()
     refused, model = function.tiles.refused, function.tiles.model(gpu, dtype)
     count, spills = PROPOSED + len(refused), function.tiles.spills
-    found = propose(program, *shape, count=count, model=model, spills=spills)
+    found = propose(program, shape, count=count, model=model, spills=spills)
     return [config for config in found if config.label not in refused][:PROPOSED]

@@ -205,9 +205,9 @@ def _operator() -> None:
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     for key in ("CPU", "CUDA"):
-        library.impl("gradients", _computed, key)
+        library.impl("gradients", lambda *given: _Request(*given).computed(), key)
     name = "coda_agent::gradients"
-    torch.library.register_fake(name, _fake, lib=library)
+    torch.library.register_fake(name, lambda *given: _Request(*given).fake(), lib=library)
     torch.library.register_autograd(name, _twice, setup_context=_called, lib=library)
 
 
@@ -222,52 +222,57 @@ def _twice(ctx: Any, *_: Any) -> None:
     )
 
 
-def _asked(
-    tensors: Sequence[torch.Tensor], names: str, kernel: str, wanted: str
-) -> tuple[Gradient, dict[str, torch.Tensor], list[torch.dtype]]:
-    import torch
+class _Request(NamedTuple):
+    """A call of `coda_agent::gradients`, as its schema has it."""
 
-    known = dict(zip(names.split(";"), tensors, strict=True))
-    asked = dict(x.split(":") for x in wanted.split(";"))
-    variant = _VARIANTS[kernel]
-    given = tuple(o for o in variant.function.program.outputs if gradient_of(o) in known)
-    types = [getattr(torch, dtype) for dtype in asked.values()]
-    return _gradient(variant, tuple(asked), given), known, types
+    tensors: Sequence[torch.Tensor]
+    names: str
+    kernel: str
+    wanted: str
+    m: int
+    n: int
+    block_size: int | None
 
+    def read(self) -> tuple[Gradient, dict[str, torch.Tensor], list[torch.dtype]]:
+        """Find what is computed, the tensors by name, and the types of the gradients."""
+        import torch
 
-def _computed(
-    tensors: Sequence[torch.Tensor], names: str, kernel: str, wanted: str, m: int, n: int,
-    block_size: int | None,
-) -> list[torch.Tensor]:  # fmt: skip
-    import torch
+        known = dict(zip(self.names.split(";"), self.tensors, strict=True))
+        asked = dict(x.split(":") for x in self.wanted.split(";"))
+        variant = _VARIANTS[self.kernel]
+        given = tuple(o for o in variant.function.program.outputs if gradient_of(o) in known)
+        types = [getattr(torch, dtype) for dtype in asked.values()]
+        return _gradient(variant, tuple(asked), given), known, types
 
-    gradient, known, types = _asked(tensors, names, kernel, wanted)
-    if m == 0:
-        return [*map(torch.zeros_like, _fake(tensors, names, kernel, wanted, m, n, block_size))]
-    a, b = known.pop(_A, None), known.pop(_B, None)
-    product = None
-    if gradient.product and a is not None and b is not None:
-        a = a.reshape(m, -1)
-        if supported(a.device):
-            from coda_agent.runtime.unfused import product as multiplied
+    def computed(self) -> list[torch.Tensor]:
+        """Compute the gradients."""
+        import torch
 
-            product = multiplied(a.contiguous(), b.contiguous())
-        else:
-            with torch.autocast(a.device.type, enabled=False):
-                product = a.float() @ b.float().mT
-    device = tensors[0].device
-    if block_size is None and supported(device) and (launched := _pass(gradient)):
-        here = device.index == torch.cuda.current_device()
-        with nullcontext() if here else torch.cuda.device(device):
-            return launched((m, n), known, types, product)
-    call = gradient.fused if tensors[0].is_cuda else gradient
-    return call((m, n), known, types, product, block_size)
+        size, (gradient, known, types) = (self.m, self.n), self.read()
+        if self.m == 0:
+            return [*map(torch.zeros_like, self.fake())]
+        a, b = known.pop(_A, None), known.pop(_B, None)
+        product = None
+        if gradient.product and a is not None and b is not None:
+            a = a.reshape(self.m, -1)
+            if supported(a.device):
+                from coda_agent.runtime.unfused import product as multiplied
 
+                product = multiplied(a.contiguous(), b.contiguous())
+            else:
+                with torch.autocast(a.device.type, enabled=False):
+                    product = a.float() @ b.float().mT
+        device = self.tensors[0].device
+        if self.block_size is None and supported(device) and (launched := _pass(gradient)):
+            here = device.index == torch.cuda.current_device()
+            with nullcontext() if here else torch.cuda.device(device):
+                return launched(size, known, types, product)
+        call = gradient.fused if self.tensors[0].is_cuda else gradient
+        return call(size, known, types, product, self.block_size)
 
-def _fake(
-    tensors: Sequence[torch.Tensor], names: str, kernel: str, wanted: str, m: int, n: int,
-    block_size: int | None,
-) -> list[torch.Tensor]:  # fmt: skip
-    gradient, known, types = _asked(tensors, names, kernel, wanted)
-    shapes = gradient.shapes((m, n), known)
-    return [tensors[0].new_empty(x, dtype=t) for x, t in zip(shapes, types, strict=True)]
+    def fake(self) -> list[torch.Tensor]:
+        """Make the gradients without data."""
+        gradient, known, types = self.read()
+        shapes = gradient.shapes((self.m, self.n), known)
+        like = self.tensors[0]
+        return [like.new_empty(x, dtype=t) for x, t in zip(shapes, types, strict=True)]

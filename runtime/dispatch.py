@@ -316,18 +316,17 @@ def _guessed(config: TileConfig, element: float, waits: float) -> Cost:
 
 def propose(
     program: Program,
-    m: int,
-    n: int,
-    k: int,
+    shape: Shape,
     count: int = 10,
     *,
     model: Model | None = None,
     gpu: Gpu = H200,
     spills: Mapping[str, int] | None = None,
 ) -> list[TileConfig]:
-    """The configurations worth measuring at a shape, those predicted to be fastest first: by the
-    `model` of the program, else by the prior for `gpu` and `spills`."""
-    shape = m, n, k
+    """List the configurations worth measuring at a shape, those predicted to be fastest first.
+
+    They are predicted by the `model` of the program, else by the prior for `gpu` and `spills`.
+    """
     configs = offered(program, [shape])
     known = model or prior(program, shape, gpu, spills=spills)
     found = [config for config, _ in known.ranked(shape, configs)]

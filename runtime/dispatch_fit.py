@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.dispatch import (
@@ -19,6 +19,9 @@ from coda_agent.runtime.dispatch import (
     time_us,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 Times = Mapping[TileConfig, float]
 """Measured microseconds by configuration."""
 _STEPS = 150  # of the optimiser; its loss was flat by then
@@ -31,7 +34,7 @@ _DISTURBED = math.log(1.8)
 
 
 def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Model:
-    """The model that fits measured times best.
+    """Find the model that fits measured times best.
 
     The squared error of the logarithm counts; less for slow configurations, which are never picked.
 
@@ -48,46 +51,28 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
     times = torch.tensor(grid, dtype=torch.float64)
     seen = [[features(c, s, element_bytes=element_bytes, sms=sms) for s in shapes] for c in configs]
     axes: list[Any] = [*torch.tensor(seen, dtype=torch.float64).unbind(-1)]
-    known = ~times.isnan()
     best = times.nan_to_num(math.inf).amin(0)
     weights = (best / times).pow(3).nan_to_num(0.0)
     logs = times.nan_to_num(1.0).log()
-    areas = [c.tile_m * c.tile_n / 16384 if c.fused else 1.0 for c in configs]
-    area = torch.tensor(areas, dtype=torch.float64)
-    kind = torch.tensor([c.fused + c.pingpong for c in configs])
-    step, small = 0.35 * area.clamp(min=0.3), torch.full_like(area, 0.05)
-    start, split = 120 * small, 40 * small
-    begin = torch.stack([start, step, small, small, 0.5 * area, small, split]).log()
-    about = torch.tensor([1e6 / 4e12, 4e6 / 4e12], dtype=torch.float64).log()
-    # The costs: where they begin, and what a kind and what a configuration of it have beside.
-    alike = begin.new_zeros(len(begin), 3).requires_grad_()
-    own, shared = torch.zeros_like(begin).requires_grad_(), about.clone().requires_grad_()
-
-    def costs() -> tuple[Any, Any]:
-        found: list[Any] = [*(begin + alike[:, kind] + own).exp().unsqueeze(-1)]
-        memory: list[Any] = [*shared.exp()]
-        return Cost(*found), Memory(*memory)
+    costs = _Costs(configs)
 
     def predicted() -> torch.Tensor:
-        return time_us(*costs(), Features(*axes)).log()
+        return time_us(*costs.now(), Features(*axes)).log()
 
     def loss() -> torch.Tensor:
         optimiser.zero_grad()
         errors = torch.nn.functional.huber_loss(predicted(), logs, reduction="none", delta=_OUTLIER)
-        pull = _PULL * (alike.square().sum() + (shared - about).square().sum())
-        pull += _ALIKE / len(shapes) * own.square().mean()
-        total = (weights * errors).sum() / weights.sum() + pull
+        total = (weights * errors).sum() / weights.sum() + costs.pull(len(shapes))
         total.backward()
         return total
 
-    optimiser = torch.optim.LBFGS(
-        [alike, own, shared], max_iter=_STEPS, line_search_fn="strong_wolfe"
-    )
+    optimiser = torch.optim.LBFGS(costs.parameters, max_iter=_STEPS, line_search_fn="strong_wolfe")
     optimiser.step(loss)
     with torch.no_grad():
-        cost, memory = costs()
+        cost, memory = costs.now()
         missed = (logs - predicted()).tolist()
     found = torch.stack([x.squeeze(-1) for x in cost], -1).tolist()
+    known = (~times.isnan()).tolist()
     return Model(
         sms,
         element_bytes,
@@ -96,9 +81,44 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
         shapes,
         {
             c: tuple(x if is_known else None for x, is_known in zip(row, there, strict=True))
-            for c, row, there in zip(configs, missed, known.tolist(), strict=True)
+            for c, row, there in zip(configs, missed, known, strict=True)
         },
     )
+
+
+class _Costs:
+    """Costs as they are fitted: where they begin, and what a kind and a configuration have beside.
+
+    Attributes:
+        parameters: What the optimiser changes.
+    """
+
+    def __init__(self, configs: Sequence[TileConfig]) -> None:
+        import torch
+
+        areas = [c.tile_m * c.tile_n / 16384 if c.fused else 1.0 for c in configs]
+        area = torch.tensor(areas, dtype=torch.float64)
+        step, small = 0.35 * area.clamp(min=0.3), torch.full_like(area, 0.05)
+        start, split = 120 * small, 40 * small
+        self._begin = torch.stack([start, step, small, small, 0.5 * area, small, split]).log()
+        self._about = torch.tensor([1e6 / 4e12, 4e6 / 4e12], dtype=torch.float64).log()
+        self._kind = torch.tensor([c.fused + c.pingpong for c in configs])
+        self._alike = self._begin.new_zeros(len(self._begin), 3).requires_grad_()
+        self._own = torch.zeros_like(self._begin).requires_grad_()
+        self._shared = self._about.clone().requires_grad_()
+        self.parameters = [self._alike, self._own, self._shared]
+
+    def now(self) -> tuple[Any, Any]:
+        """Give the costs of configurations and of memory."""
+        logs = self._begin + self._alike[:, self._kind] + self._own
+        cost: list[Any] = [*logs.exp().unsqueeze(-1)]
+        memory: list[Any] = [*self._shared.exp()]
+        return Cost(*cost), Memory(*memory)
+
+    def pull(self, shapes: int) -> torch.Tensor:
+        """Give the loss of being far from the start, and configurations from their kind."""
+        pull = _PULL * (self._alike.square().sum() + (self._shared - self._about).square().sum())
+        return pull + _ALIKE / shapes * self._own.square().mean()
 
 
 def undisturbed(

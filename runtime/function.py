@@ -14,11 +14,12 @@ from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import HalfTile, Scalar, steps
+from coda_agent.primitives.resources import Scalar
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 from coda_agent.runtime.call_cache import CallPlan, Calls
 from coda_agent.runtime.launch import allocate
-from coda_agent.runtime.plan import resolve
+from coda_agent.runtime.plan import Wanted, resolve
+from coda_agent.runtime.tensor_checks import TensorChecks, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -84,17 +85,17 @@ class ProgramFunction:
         if len(operands) == len(self.operands):
             call = self.calls.find(values, option) or self.calls.recall(values, option)
         if call is None:
-            m, n, k, lead = self._check(a, b, operands)
+            m, n, k, lead = self._checked(a, b, operands)
             if m == 0 or a.is_meta:
                 return self.fake(a, b, operands, block_size=block_size)
             if max(m, n, k) >> 31:
-                raise self._error(f"M, N, K = {m}, {n}, {k}, expected each below 2³¹")
+                raise self._checks.error(f"M, N, K = {m}, {n}, {k}, expected each below 2³¹")
             config = config or self._configuration(m, n, k, a, block_size)
             raw = block_size is not None
             if not supported(a.device):
                 return self._interpret(a, b, operands, config, lead, raw=raw)
-            dtypes = self._dtypes(a.dtype)
-            call = resolve(self.program, a, b, operands, dtypes, config, raw=raw, kept=self.kept)
+            wanted = Wanted(self._checks.dtypes_for(a.dtype), raw, self.kept)
+            call = resolve(self.program, a, b, operands, config, wanted)
             self.calls.keep(values, option, call)
         return dict(zip(self.program.outputs, call(values), strict=True))
 
@@ -112,9 +113,9 @@ class ProgramFunction:
         Raises:
             LaunchError: as a call.
         """
-        m, n, _, lead = self._check(a, b, operands)
+        m, n, _, lead = self._checked(a, b, operands)
         tile = DEFAULT_CONFIGS["sm_90a"] if block_size is None else self._tile(block_size)
-        results = allocate(self.program, m, n, self._dtypes(a.dtype), tile, a.device)
+        results = allocate(self.program, m, n, self._checks.dtypes_for(a.dtype), tile, a.device)
         for o, kind in self.program.reductions.items():
             if block_size is None:
                 results[o] = results[o].new_full(kind.extents(m, n), kind.identity())
@@ -138,14 +139,14 @@ class ProgramFunction:
         if not exact.get():
             _say_interpreted(str(a.device))
         for o in self.columns:
-            self._check_columns(o, operands[o], len(b))
+            self._checks.columns(o, operands[o], len(b))
         m = math.prod(lead)
         results = interpret(
             self.program,
             a.reshape(m, -1),
             b,
             {o: kind.flat(operands[o], m) for o, kind in self.operands.items()},
-            dtypes=self._dtypes(a.dtype),
+            dtypes=self._checks.dtypes_for(a.dtype),
             block=config.tile_n,
             row_block=config.tile_m,
             raw=raw,
@@ -177,8 +178,16 @@ class ProgramFunction:
     @cached_property
     def operands(self) -> dict[str, type[Resource]]:
         """Kinds of the operands, and at last of what is added to."""
-        added = {o: kind for o, kind in self.program.outputs.items() if kind.accumulates}
-        return {**self.program.operands, **added}
+        return self._checks.operands
+
+    @cached_property
+    def _checks(self) -> TensorChecks:
+        return TensorChecks(self.program, self.dtypes)
+
+    def _checked(
+        self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
+    ) -> tuple[int, int, int, tuple[int, ...]]:
+        return self._checks.sizes(a, b, operands, ("float32",) if exact.get() else self.types)
 
     @cached_property
     def _over_rows(self) -> frozenset[str]:
@@ -187,7 +196,7 @@ class ProgramFunction:
     def _configuration(
         self, m: int, n: int, k: int, a: torch.Tensor, block_size: int | None
     ) -> TileConfig:
-        config = self.choose(m, n, k, _name(a.dtype), block_size)
+        config = self.choose(m, n, k, dtype_name(a.dtype), block_size)
         if config is None:
             return DEFAULT_CONFIGS["sm_90a"] if block_size is None else self._tile(block_size)
         return config
@@ -207,84 +216,6 @@ class ProgramFunction:
         blocks = ((reduction_block(self.program, c), c) for c in reversed(usable))
         return {block: c for block, c in blocks if block is not None}
 
-    @lru_cache(maxsize=64)  # noqa: B019 (there are as many functions as kernels)
-    def _dtypes(self, element: torch.dtype) -> dict[str, torch.dtype]:
-        import torch
-
-        names = {o: "float32" for o, k in self.program.outputs.items() if k.element_bytes == 4}
-        names |= {o: name for o, name in self.dtypes.items() if name is not None}
-        return {
-            o: getattr(torch, names[o]) if o in names else element for o in self.program.outputs
-        }
-
-    @lru_cache(maxsize=64)  # noqa: B019
-    def _steps(self, element: torch.dtype) -> tuple[int, int]:
-        """What N and K must be multiples of."""
-        sizes = (d.itemsize for d in self._dtypes(element).values())
-        half = HalfTile in self.program.outputs.values()
-        return steps(element.itemsize, sizes, half=half, group=self.program.group)
-
-    def _check(
-        self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
-    ) -> tuple[int, int, int, tuple[int, ...]]:
-        """(M, N, K) and the leading dimensions; asks nothing of M, which may be a symbol."""
-        types = ("float32",) if exact.get() else self.types
-        for label, t in (("A", a), ("B", b)):
-            got = getattr(t, "dtype", type(t).__name__)
-            if _name(got) not in types:
-                raise self._error(f"{label} is {got}, expected a {' or '.join(types)} tensor")
-        if a.dtype != b.dtype:
-            raise self._error(f"A is {a.dtype} and B {b.dtype}, expected one dtype")
-        if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[-1]:
-            shapes, hint = f"A is {tuple(a.shape)} and B {tuple(b.shape)}", ""
-            if a.ndim < 2 or b.ndim != 2:
-                raise self._error(f"{shapes}, expected (…, M, K) and (N, K)")
-            if b.shape[0] == a.shape[-1]:
-                hint = "B is transposed: give B.mT"
-            raise self._error(f"{shapes}, expected one K, the last dimension of both", hint=hint)
-        if b.device != a.device:
-            raise self._error(f"B is on {b.device}, A on {a.device}")
-        lead, (n, k) = tuple(a.shape[:-1]), b.shape
-        n_step, k_step = self._steps(a.dtype)
-        if n == 0 or k == 0 or n % n_step or k % k_step:
-            raise self._error(
-                f"N, K = {n}, {k}, expected positive, N a multiple of {n_step} and K of {k_step}",
-                hint="TMA moves rows in units of 16 bytes; pad the weight",
-            )
-        if len(operands) > len(self.operands):
-            unknown = sorted(set(operands) - set(self.operands))
-            raise self._error(f"no operand is named {unknown[0]!r}")
-        for o, kind in self.operands.items():
-            if fault := self._fault(o, kind, operands.get(o), a, lead, n):
-                raise self._error(f"operand {o!r} {fault}")
-        return math.prod(lead), n, k, lead
-
-    def _fault(
-        self, o: str, kind: type[Resource], value: Any, a: torch.Tensor, lead: Any, n: int
-    ) -> str:
-        """What is wrong with an operand; empty if nothing is."""
-        if value is None:
-            return "is missing"
-        if fault := kind.fault(value, lead, n):
-            return fault
-        if o in self.program.outputs and value.dtype != (wanted := self._dtypes(a.dtype)[o]):
-            return f"is {value.dtype}, expected {wanted}"
-        if getattr(value, "device", a.device) != a.device:
-            return f"is on {value.device}, A on {a.device}"
-        return ""
-
-    def _check_columns(self, o: str, index: torch.Tensor, n: int) -> None:
-        """Refuse indices of no column: a kernel takes 0 for them, as a check is three launches."""
-        outside = index[(index < 0) | (index >= n)]
-        if outside.numel():
-            raise self._error(
-                f"operand {o!r} holds {int(outside[0])}, expected columns from 0 to {n - 1}",
-                hint="give 0 where a row does not count, and leave that row out of the loss",
-            )
-
-    def _error(self, message: str, *, hint: str = "") -> LaunchError:
-        return LaunchError(f"{self.program.name}: {message}", hint=hint)
-
 
 def reduction_block(program: Program, config: TileConfig) -> int | None:
     """The block of raw partials a configuration gives in one launch; None where rows and columns
@@ -294,10 +225,6 @@ def reduction_block(program: Program, config: TileConfig) -> int | None:
     extents = {kind.block(config) for kind in kinds} or {config.tile_n}
     one_launch = config.split_k == 1 and config.fused
     return extents.pop() if len(extents) == 1 and one_launch else None
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def untuned(m: int, n: int, k: int, dtype: str, block: int | None) -> None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.errors import ArgumentError, LaunchError
+from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime.call_cache import filled, signature, traced
+from coda_agent.runtime.call_inputs import CallInputs
 from coda_agent.runtime.documentation import documentation
 from coda_agent.runtime.function import ProgramFunction
-from coda_agent.runtime.operators import Variant, differentiated, register, scalars
+from coda_agent.runtime.operators import Variant, Variants, differentiated, register
 from coda_agent.runtime.pruning import without
 from coda_agent.runtime.tile_choice import TileChoice, prior_chooser
 from coda_agent.runtime.user_layout import Declared
@@ -60,47 +61,17 @@ class Kernel:
         column = Draw("integers", (0, spec.gemm_dims[1]))
         columns = tuple(x for x, t in spec.inputs.items() if t.draw == column)
         self.__doc__ = documentation(spec, columns)
-        element = spec.inputs[spec.gemm[0]].dtype
-        types = spec.types.get(element, (element,))
-        dtypes = {
-            o: None if x.dtype == element else spec.types.get(x.dtype, (x.dtype,))[0]
-            for o, x in spec.outputs.items()
-        }
-        choose = lru_cache(maxsize=1024)(tiles.choose)
-        functions = {
-            v: ProgramFunction(program, dtypes, choose, types, tiles.refused, columns)
-            for v, program in programs.items()
-        }
-        self.variants = {
-            tuple(x.values()): Variant.of(spec, x, functions[spec.variant(x)])
-            for x in spec.bindings()
-        }
-        self.ops = register(op_name, spec, self.variants)
-        gradients.register(op_name, spec, self.variants)
+        self.variants = _variants(spec, programs, tiles, columns)
+        self.ops = _operators(op_name, spec, self.variants)
         choosing = partial(prior_chooser, refused=tiles.refused, spills=tiles.spills)
         kept = gradients.keeping(spec, self.variants, choosing)
-        self.kept = register(f"{op_name}_kept", spec, kept)
-        gradients.register(f"{op_name}_kept", spec, kept)
+        self.kept = _operators(f"{op_name}_kept", spec, kept)
         # Plain values, because torch.compile traces the call.
-        self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
-        self._a = self._inputs.index(spec.gemm[0])
-        self._scalars = tuple(map(self._inputs.index, scalars(spec)))
-        # What is overwritten must stay the caller's tensor.
-        kept = {spec.in_place.input} if spec.in_place else set()
-        own = {x for x, t in spec.inputs.items() if t.dtype == element} - kept
-        self._casts = tuple(map(self._inputs.index, own)) if "float8" not in types[0] else ()
-        declared = Declared(spec.name, spec.layout, (element, *types)) if spec.layout else None
-        self._declared = declared
-        self._returned = {
-            tuple(x.values()): tuple(o for o in spec.outputs if o not in spec.updated(x))
-            for x in spec.bindings()
-        }
-        outputs = tuple(spec.declared.outputs)
-        self._updated = {
-            tuple(x.values()): (outputs.index(o), self._inputs.index(i))
-            for x in spec.bindings()
-            for o, i in spec.updated(x).items()
-        }
+        types = _types(spec)
+        alike = spec.inputs[spec.gemm[0]].dtype, *types
+        self._declared = Declared(spec.name, spec.layout, alike) if spec.layout else None
+        self._inputs = CallInputs(spec, types, self._declared.hint if self._declared else "")
+        self._returned = {tuple(x.values()): _returned(spec, x) for x in spec.bindings()}
 
     def __call__(
         self,
@@ -132,16 +103,16 @@ class Kernel:
                 requires a gradient, and there is none: of FP8 numbers, and of a
                 variant that overwrites an input.
         """
-        key = self._choice(inputs) if self._parameters else ()
+        key = self._inputs.choice(inputs) if self._inputs.parameters else ()
         values: Sequence[Any] = args
-        if inputs or len(args) != len(self._inputs):
-            values = (*args, *self._named(args, inputs))
+        if inputs or len(args) != len(self._inputs.names):
+            values = (*args, *self._inputs.named(args, inputs))
         given = values
         if self._declared:
             try:
                 values = self._declared.entered(values)
             except RuntimeError:  # no views are taken of what is not dense
-                self._check(values)
+                self._inputs.check(values)
                 raise
         variant = None if traced() else self.variants[key]
         ordered = variant.inputs(values) if variant else []
@@ -151,12 +122,13 @@ class Kernel:
         else:
             values = list(values)
             results = self._anew(variant, key, values, block_size)
+        names, updated = self._returned[key]
         if self._declared:
-            names, element = self._returned[key], values[self._a].dtype
-            results = self._declared.left(names, results, element, raw=block_size is not None)
-        if key not in self._updated:
+            element, raw = values[self._inputs.a].dtype, block_size is not None
+            results = self._declared.left(names, results, element, raw=raw)
+        if updated is None:
             return results
-        o, i = self._updated[key]
+        o, i = updated
         others = results if isinstance(results, tuple) else () if results is None else (results,)
         return (*others[:o], given[i], *others[o:]) if others else given[i]
 
@@ -260,21 +232,22 @@ class Kernel:
     ) -> Any:
         """The results where no plan of such a call is known; by the operator where calls are
         traced, without `variant`, or differentiated."""
-        self._check(values)
+        self._inputs.check(values)
         if variant is None:
-            self._check_transforms()
-        if (device := self._autocast(values)) is not None:
+            self._inputs.check_transforms()
+        if (device := self._inputs.autocast(values)) is not None:
             import torch
 
             # The interpreter's own product would be cast too.
             with torch.autocast(device, enabled=False):
                 return self._anew(variant, key, values, block_size)
-        in_memory = self._scalars and filled(values, self._scalars, values[self._a].device)
+        scalars, a = self._inputs.scalars, self._inputs.a
+        in_memory = scalars and filled(values, scalars, values[a].device)
         if variant is None or signature(values) is None or differentiated(values):
             kept = self.kept.get(key) if differentiated(values) else None
             packet = kept or self.ops[key]
             op = packet.Tensor if in_memory else packet.default
-            static: dict[str, Any] = dict(zip(self._parameters, key, strict=True))
+            static: dict[str, Any] = dict(zip(self._inputs.parameters, key, strict=True))
             if block_size is not None:
                 static["block_size"] = block_size
             found = op(*values, **static)
@@ -283,91 +256,44 @@ class Kernel:
             return found[:-1] if len(found) > 2 else found[0]
         return variant(values, block_size)  # what the operator runs, without the dispatcher
 
-    def _choice(self, inputs: dict[str, Any]) -> tuple[str, ...]:
-        """The static parameters, which are taken out of `inputs`."""
-        chosen = []
-        for p, known in self._parameters.items():
-            if (value := inputs.pop(p, known[0])) not in known:
-                raise LaunchError(
-                    f"{self.__name__}: {p} is {value!r}, expected one of {', '.join(known)}"
-                )
-            chosen.append(value)
-        return tuple(chosen)
 
-    def _named(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
-        """The inputs that follow `args` in the spec's order."""
-        name, names = self.__name__, self._inputs
-        rest = names[len(args) :]
-        if len(args) + len(inputs) == len(names) and all([x in inputs for x in rest]):
-            return [inputs[x] for x in rest]
-        if len(args) > len(names):
-            hint = self._declared.hint if self._declared else ""
-            raise ArgumentError(f"{name} takes {len(names)} inputs, got {len(args)}", hint=hint)
-        for x in inputs:
-            if x not in rest:
-                raise ArgumentError(
-                    f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}",
-                    hint=self._declared.hint if self._declared else "",
-                )
-        missing = next(x for x in rest if x not in inputs)
-        raise ArgumentError(f"{name}: input {missing!r} is missing")
+def _types(spec: Spec) -> tuple[str, ...]:
+    """The element types that A may have."""
+    element = spec.inputs[spec.gemm[0]].dtype
+    return spec.types.get(element, (element,))
 
-    def _check_transforms(self) -> None:
-        """Refuse what would differentiate a call by other ways than `backward` and `grad`."""
-        import torch
-        from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-        from torch.autograd import forward_ad
 
-        if torch.compiler.is_compiling():
-            return
-        kinds = {level.key().name for level in _functorch.get_interpreter_stack() or ()}
-        if forward_ad._current_level >= 0 or "Grad" in kinds:
-            raise LaunchError(
-                f"{self.__name__} has gradients by torch.autograd alone, not by torch.func.grad "
-                "and not in forward mode",
-                hint="use torch.autograd.grad or backward()",
-            )
+def _variants(
+    spec: Spec, programs: Mapping[str, Program], tiles: TileChoice, columns: tuple[str, ...]
+) -> Variants:
+    """What runs, for each choice of the static parameters; `columns` are inputs that name some."""
+    element, types = spec.inputs[spec.gemm[0]].dtype, _types(spec)
+    dtypes = {
+        o: None if x.dtype == element else spec.types.get(x.dtype, (x.dtype,))[0]
+        for o, x in spec.outputs.items()
+    }
+    choose = lru_cache(maxsize=1024)(tiles.choose)
+    functions = {
+        v: ProgramFunction(program, dtypes, choose, types, tiles.refused, columns)
+        for v, program in programs.items()
+    }
+    return {
+        tuple(x.values()): Variant.of(spec, x, functions[spec.variant(x)]) for x in spec.bindings()
+    }
 
-    def _autocast(self, values: list[Any]) -> str | None:
-        """Cast, as autocast does for a linear layer, what the spec has in the type of A.
 
-        Returns:
-            The type of device whose autocast is on, if it is.
-        """
-        import torch
+def _operators(name: str, spec: Spec, variants: Variants) -> dict[tuple[str, ...], Any]:
+    """Register the operators of variants and their gradients."""
+    ops = register(name, spec, variants)
+    gradients.register(name, spec, variants)
+    return ops
 
-        device = getattr(getattr(values[self._a], "device", None), "type", "cpu")
-        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-            return None
-        dtype = torch.get_autocast_dtype(device)
-        for i in self._casts:
-            value = values[i]
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                values[i] = value if value.dtype is torch.float64 else value.to(dtype)
-        return device
 
-    def _check(self, values: Sequence[Any]) -> None:
-        """Refuse what is no dense tensor, or no number where one may be."""
-        import torch
-
-        for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                if hasattr(value, "placements"):
-                    raise LaunchError(
-                        f"{self.__name__}: input {self._inputs[i]!r} is a DTensor, expected a "
-                        "rank's tensor",
-                        hint="call it on .to_local() of all, as docs/several-gpus.md has it",
-                    )
-                if value.layout is torch.strided and not value.is_nested:
-                    continue
-                kind = "nested" if value.is_nested else value.layout
-                raise LaunchError(
-                    f"{self.__name__}: input {self._inputs[i]!r} is {kind}, expected a dense "
-                    "tensor",
-                    hint="such as .to_dense() or .to_padded_tensor(0.0) makes",
-                )
-            if not (number := i in self._scalars) or not isinstance(value, (int, float)):
-                raise LaunchError(
-                    f"{self.__name__}: input {self._inputs[i]!r} is {type(value).__name__}, "
-                    f"expected a {'number or ' * number}tensor"
-                )
+def _returned(
+    spec: Spec, binding: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[int, int] | None]:
+    """The outputs that overwrite no input; the places of one that does, and of that input."""
+    updated = spec.updated(binding)
+    names, inputs = tuple(spec.declared.outputs), tuple(spec.inputs)
+    places = [(names.index(o), inputs.index(i)) for o, i in updated.items()]
+    return tuple(o for o in spec.outputs if o not in updated), places[0] if places else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Resource
@@ -28,28 +28,37 @@ if TYPE_CHECKING:
     View = Callable[[torch.Tensor], torch.Tensor]
 
 
+class Wanted(NamedTuple):
+    """What a call shall give.
+
+    Attributes:
+        dtypes: Of the outputs.
+        raw: Whether reductions stay partials.
+        kept: Whether what is added to is copied first.
+    """
+
+    dtypes: Mapping[str, torch.dtype]
+    raw: bool
+    kept: bool = False
+
+
 def resolve(
     program: Program,
     a: torch.Tensor,
     b: torch.Tensor,
     operands: Mapping[str, Any],
-    dtypes: Mapping[str, torch.dtype],
     config: TileConfig,
-    *,
-    raw: bool,
-    kept: bool = False,
+    wanted: Wanted,
 ) -> CallPlan:
-    """The plan of a call whose arguments were checked.
+    """Plan a call whose arguments were checked.
 
     Args:
         program: The program.
         a: (…, M, K), M not 0.
         b: (N, K).
         operands: By name, with what is added to in place.
-        dtypes: Of the outputs.
         config: The tile configuration.
-        raw: Whether reductions stay partials.
-        kept: Whether what is added to is copied first.
+        wanted: What it shall give.
 
     Raises:
         CompileError: as `launch`.
@@ -61,25 +70,14 @@ def resolve(
     kinds: dict[str, type[Resource]] = {**program.operands}
     if added := program.accumulated:
         kinds[added] = program.outputs[added]
-    kept = kept and added is not None
-    # The tensor core reads FP8 operands along K only.
-    either = a.element_size() > 1
-    makes: list[View | None] = [
-        partial(_rows_ready, either_major=either),
-        partial(tma_ready, either_major=either),
-        *(
-            partial(_flat_and_ready, kind=kind, m=m, flat=len(lead) > 1)
-            if kind.dims and kind.by_tma
-            else None
-            for kind in kinds.values()
-        ),
-    ]
+    kept = wanted.kept and added is not None
+    makes = _makes(a, kinds, m)
     if kept:
         makes[-1] = partial(_copied, m=m)
     given = [a, b, *(operands[o] for o in kinds)]
     flat = [make(x) if make else x for make, x in zip(makes, given, strict=True)]
     ready = [(i, make) for i, make in enumerate(makes) if make and flat[i] is not given[i]]
-    outputs = allocate(program, m, n, dtypes, config, "meta")
+    outputs = allocate(program, m, n, wanted.dtypes, config, "meta")
     made = [
         None if o == added else (tuple(t.shape), t.stride(), t.dtype) for o, t in outputs.items()
     ]
@@ -88,8 +86,24 @@ def resolve(
     with torch.cuda.device(a.device) if torch.cuda.device_count() > 1 else nullcontext():
         named = dict(zip(kinds, flat[2:], strict=True))
         bound = bind(Arguments(program, flat[0], flat[1], named, outputs, config))
-    finish = Finish(program, m, n, config, raw=raw, lead=lead)
+    finish = Finish(program, m, n, config, raw=wanted.raw, lead=lead)
     return CallPlan(bound, a.device, made, ready, finish if finish.steps else None, kept)
+
+
+def _makes(a: torch.Tensor, kinds: Mapping[str, type[Resource]], m: int) -> list[View | None]:
+    """What makes A, B and tensors of these kinds ready for the kernel's loads."""
+    # The tensor core reads FP8 operands along K only.
+    either, several = a.element_size() > 1, a.ndim > 2
+    return [
+        partial(_rows_ready, either_major=either),
+        partial(tma_ready, either_major=either),
+        *(
+            partial(_flat_and_ready, kind=kind, m=m, flat=several)
+            if kind.dims and kind.by_tma
+            else None
+            for kind in kinds.values()
+        ),
+    ]
 
 
 class Finish:

@@ -19,11 +19,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
+
+if TYPE_CHECKING:
+    from coda_agent.runtime.launch import Arguments
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
 # Any size compiles the same kernel, M, N and K being run-time arguments, but that a launch splits
@@ -62,24 +65,62 @@ def target(arch: str) -> Iterator[None]:
         del vars(dsl)["_runtime_can_run_compiled"]
 
 
-def compile_blind(
-    program: Program,
-    config: TileConfig,
-    arch: str,
-    dtype: str,
-    operand_dtypes: Mapping[str, str],
-    output_dtypes: Mapping[str, str],
-    *,
-    read_scalars: bool = False,
-    turned: str = "",
-    tables: Mapping[str, tuple[int, ...]] | None = None,
-) -> dict[str, Any]:
-    """Compile `program` for `arch` on meta tensors and report what came out.
+class Tensors(NamedTuple):
+    """What a program is compiled for.
 
-    With `read_scalars` the kernel reads scalars from device memory, as those of tensors are, and
-    else takes numbers. `turned` names those of A and B that are transposes of
-    contiguous matrices, as "B", and `tables` has the extents of tables, on whose columns the code
-    depends.
+    Attributes:
+        dtype: Of A and B.
+        operands: Element types by name.
+        outputs: Element types by name.
+        read_scalars: Whether scalars are read from device memory, as those of tensors are.
+        turned: Those of A and B that are transposes of contiguous matrices, as "B".
+        tables: Extents of tables, on whose columns the code depends.
+    """
+
+    dtype: str
+    operands: Mapping[str, str]
+    outputs: Mapping[str, str]
+    read_scalars: bool = False
+    turned: str = ""
+    tables: Mapping[str, tuple[int, ...]] = {}
+
+    def given(self, program: Program, config: TileConfig) -> Arguments:
+        """Make the arguments of a launch, without data."""
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from coda_agent.runtime.launch import Arguments, allocate
+
+        def meta(*shape: int, name: str) -> Any:
+            return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
+
+        def scalar() -> Any:
+            if not self.read_scalars:
+                return 1.0
+            with FakeTensorMode():  # quack asks whether it is on a GPU
+                return torch.empty((), dtype=torch.float32, device="cuda")
+
+        extents = {o: kind.extents(_M, _N) for o, kind in program.operands.items()}
+        extents |= self.tables
+        operands = {
+            o: meta(*shape, name=self.operands[o]) if shape else scalar()
+            for o, shape in extents.items()
+        }
+        dtypes = {o: getattr(torch, name) for o, name in self.outputs.items()}
+        outputs = allocate(program, _M, _N, dtypes, config, "meta")
+        a, b = (
+            meta(_K, rows, name=self.dtype).mT
+            if x in self.turned
+            else meta(rows, _K, name=self.dtype)
+            for x, rows in (("A", _M), ("B", _N))
+        )
+        return Arguments(program, a, b, operands, outputs, config)
+
+
+def compile_blind(
+    program: Program, config: TileConfig, arch: str, tensors: Tensors
+) -> dict[str, Any]:
+    """Compile a program for an architecture on meta tensors, and report what came out.
 
     Returns:
         `object` (path of the cached object file), `order` (of a fused kernel's arguments, as
@@ -89,36 +130,14 @@ def compile_blind(
     Raises:
         CompileError: the program does not lower or compile.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from coda_agent.primitives.lower import forget
     from coda_agent.runtime import unfused
-    from coda_agent.runtime.launch import Arguments, allocate, launch, order
+    from coda_agent.runtime.launch import launch, order
 
-    def meta(*shape: int, name: str) -> Any:
-        return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
-
-    def scalar() -> Any:
-        if not read_scalars:
-            return 1.0
-        with FakeTensorMode():  # quack asks whether it is on a GPU
-            return torch.empty((), dtype=torch.float32, device="cuda")
-
-    extents = {o: kind.extents(_M, _N) for o, kind in program.operands.items()}
-    extents.update(tables or {})
-    operands = {
-        o: meta(*shape, name=operand_dtypes[o]) if shape else scalar()
-        for o, shape in extents.items()
-    }
-    dtypes = {o: getattr(torch, name) for o, name in output_dtypes.items()}
     with target(arch), _recorded() as record:
         forget()
         unfused.forget()
-        outputs = allocate(program, _M, _N, dtypes, config, "meta")
-        a = meta(_K, _M, name=dtype).mT if "A" in turned else meta(_M, _K, name=dtype)
-        b = meta(_K, _N, name=dtype).mT if "B" in turned else meta(_N, _K, name=dtype)
-        given = Arguments(program, a, b, operands, outputs, config)
+        given = tensors.given(program, config)
         launch(given, run=False)
         ordered = order(given) if config.fused else None
     path = record.get("object")

@@ -83,8 +83,11 @@ class TileChoice:
     ) -> list[TileConfig]:
         """All right configurations with this reduction block, those predicted to be fastest at
         (M, N, K) first."""
-        about = self.refused, self.spills, gpu, self._likely_model(gpu, dtype)
-        return likely_tiles(self.program, shape, dtype, block, *about)
+        usable = _usable(self.program, shape, block, self.refused)
+        model = self._likely_model(gpu, dtype)
+        if model is None or not any(config in model.costs for config in usable):
+            model = _prior(self.program, shape, dtype, gpu, self.spills)
+        return [config for config, _ in model.ranked(shape, usable)]
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
     def model(self, gpu: str, dtype: str) -> Model | None:
@@ -112,36 +115,41 @@ def prior_chooser(
     """Make what chooses tiles of a program of which nothing was measured."""
 
     def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
-        likely = likely_tiles(program, (m, n, k), dtype, block, refused, spills)
-        return next(iter(likely), None)
+        if not (gpu := _gpu_name()):
+            return None
+        model = _prior(program, (m, n, k), dtype, gpu, spills or {})
+        likely = model.ranked((m, n, k), _usable(program, (m, n, k), block, refused))
+        return next((config for config, _ in likely), None)
 
     return choose
 
 
 def likely_tiles(
-    program: Program,
-    shape: Shape,
-    dtype: str,
-    block: int | None = None,
-    refused: Collection[str] = (),
-    spills: Mapping[str, int] | None = None,
-    gpu: str | None = None,
-    model: Model | None = None,
+    program: Program, shape: Shape, dtype: str, gpu: str | None = None
 ) -> list[TileConfig]:
-    """Rank the configurations with this reduction block, by what was fitted, or by the prior where
-    nothing was; none without a GPU."""
+    """Rank a program's configurations by the prior; none without a GPU."""
     if not (gpu := gpu or _gpu_name()):
         return []
-    usable = [
+    model = _prior(program, shape, dtype, gpu, {})
+    return [config for config, _ in model.ranked(shape, _usable(program, shape))]
+
+
+def _usable(
+    program: Program, shape: Shape, block: int | None = None, refused: Collection[str] = ()
+) -> list[TileConfig]:
+    """The right configurations on offer with this reduction block; None leaves it open."""
+    return [
         config
         for config in offered(program, [shape])
         if config.label not in refused
         and (block is None or reduction_block(program, config) == block)
     ]
-    if model is None or not any(config in model.costs for config in usable):
-        width = tables.width(dtype)
-        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
-    return [config for config, _ in model.ranked(shape, usable)]
+
+
+def _prior(
+    program: Program, shape: Shape, dtype: str, gpu: str, spills: Mapping[str, int]
+) -> Model:
+    return prior(program, shape, _gpu(gpu), element_bytes=tables.width(dtype), spills=spills)
 
 
 @lru_cache(maxsize=1)

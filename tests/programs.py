@@ -17,7 +17,7 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import Fault, TextError
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-from coda_agent.runtime.target import compile_blind
+from coda_agent.runtime.target import Tensors, compile_blind
 
 KINDS = {
     **dict.fromkeys(("C", "D", "E"), Tile),
@@ -60,4 +60,5 @@ def built(
     elements = {ColVector: "float32", RowVector: "float32", ColIndex: "int64"}
     operands = {o: elements.get(kind, "bfloat16") for o, kind in program.operands.items()}
     outputs = dict.fromkeys(program.outputs, stored) | otherwise
-    return compile_blind(program, config or DEFAULT_CONFIGS[arch], arch, dtype, operands, outputs)
+    tensors = Tensors(dtype, operands, outputs)
+    return compile_blind(program, config or DEFAULT_CONFIGS[arch], arch, tensors)

@@ -23,7 +23,7 @@ from coda_agent.agent.judge.records import (
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.target import compile_blind
+from coda_agent.runtime.target import Tensors, compile_blind
 from coda_agent.specs import Spec, load_spec
 
 
@@ -114,10 +114,8 @@ class CompileJob(Record):
         use_cache()
         types = self.dtype, self.operand_dtypes, self.output_dtypes
         turned = "".join({*self.turned} ^ ({"B"} if self.transposed else set()))
-        built = compile_blind(
-            self.program, self.config, self.arch, *types,
-            read_scalars=self.read_scalars, turned=turned, tables=self.tables,
-        )  # fmt: skip
+        tensors = Tensors(*types, self.read_scalars, turned, self.tables)
+        built = compile_blind(self.program, self.config, self.arch, tensors)
         return BuiltObject.model_validate(built)
 
 

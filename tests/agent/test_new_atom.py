@@ -17,7 +17,7 @@ from coda_agent.primitives.lower import Replay
 from coda_agent.primitives.operation import OPS, elementwise, kept
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-from coda_agent.runtime.target import compile_blind
+from coda_agent.runtime.target import Tensors, compile_blind
 from coda_agent.specs import load_spec
 
 SPEC = """---
@@ -121,4 +121,5 @@ def test_it_is_lowered(program: Program) -> None:
     assert not Replay(program, 0).masked  # 0 past the last column
     types = {o: "float32" if o == "s" else "bfloat16" for o in ("O", "s", "C")}
     config = DEFAULT_CONFIGS["sm_90a"]
-    assert compile_blind(program, config, "sm_90a", "bfloat16", types, types)["registers"] > 0
+    tensors = Tensors("bfloat16", types, types)
+    assert compile_blind(program, config, "sm_90a", tensors)["registers"] > 0

@@ -12,7 +12,7 @@ from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.runtime.function import ProgramFunction, untuned
-from coda_agent.runtime.target import compile_blind
+from coda_agent.runtime.target import Tensors, compile_blind
 
 
 class RowTable(RowVector):
@@ -70,4 +70,5 @@ def test_it_costs_what_it_moves(program: Program) -> None:
 def test_it_is_lowered(program: Program) -> None:
     config = DEFAULT_CONFIGS["sm_90a"]
     types = {"s": "float32", "O": "float32"}
-    assert compile_blind(program, config, "sm_90a", "bfloat16", types, types)["registers"] > 0
+    tensors = Tensors("bfloat16", types, types)
+    assert compile_blind(program, config, "sm_90a", tensors)["registers"] > 0

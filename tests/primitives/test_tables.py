@@ -29,7 +29,7 @@ from coda_agent.primitives.resources import OPERAND_KINDS
 from coda_agent.primitives.tables import TABLES, Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, UNFUSED, TileConfig
 from coda_agent.runtime.function import ProgramFunction, untuned
-from coda_agent.runtime.target import compile_blind
+from coda_agent.runtime.target import Tensors, compile_blind
 from tests.programs import built
 
 M, N, K = 12, 64, 8
@@ -142,9 +142,8 @@ def test_what_tables_give_stays_in_registers(program: Program, columns: int, mos
     tables = {o: (4, columns) for o in program.operands}
     types = dict.fromkeys(tables, "bfloat16")
     config = DEFAULT_CONFIGS["sm_90a"]
-    found = compile_blind(
-        program, config, "sm_90a", "bfloat16", types, {"O": "bfloat16"}, tables=tables
-    )
+    tensors = Tensors("bfloat16", types, {"O": "bfloat16"}, tables=tables)
+    found = compile_blind(program, config, "sm_90a", tensors)
     assert found["local_stores"] <= most
 
 

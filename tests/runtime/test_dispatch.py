@@ -101,7 +101,7 @@ def test_what_is_held_back_is_not_fitted() -> None:
 def test_ten_proposals_hold_a_tile_within_2_percent_of_the_best(fitted: Model) -> None:
     for shape in sampled(40, seed=6):
         times = {c: simulated_us(c, shape) for c in offered(plain, [shape])}
-        found = propose(plain, *shape, model=fitted)
+        found = propose(plain, shape, model=fitted)
         assert len(found) == 10 == len(set(found))
         assert min(times[c] for c in found) <= min(times.values()) / 0.98
 
@@ -129,7 +129,7 @@ def test_the_prior_picks_something_on_offer_at_any_size(gpu: Gpu) -> None:
             (65536, 131072, 8192),
             (2**31, 4096, 64),
         ]:
-            assert propose(program, *shape, gpu=gpu)[0] in offered(program, [shape])
+            assert propose(program, shape, gpu=gpu)[0] in offered(program, [shape])
 
 
 def test_the_prior_knows_what_a_wave_is() -> None:
@@ -156,12 +156,12 @@ def test_a_tile_that_spills_costs_what_its_spills_do() -> None:
     assert 40 < us(144) - us(0) < 75
     assert 500 < us(873) - us(0) < 1000
     assert us(300, 512) - us(0, 512) > 2 * (us(300) - us(0))
-    first = propose(plain, *shape)[0]
-    assert propose(plain, *shape, spills={first.label: 900})[0] != first
+    first = propose(plain, shape)[0]
+    assert propose(plain, shape, spills={first.label: 900})[0] != first
 
 
 def test_few_rows_do_not_get_the_tile_of_many() -> None:
-    few, many = (propose(plain, m, 4096, 14336)[0] for m in (16, 8192))
+    few, many = (propose(plain, (m, 4096, 14336))[0] for m in (16, 8192))
     assert few.parts(14336) > 1 or few.swap_ab or not few.fused
     assert many.parts(14336) == 1 and not many.swap_ab and many.fused
 
