@@ -6,12 +6,12 @@ given the gradient of the result in the place of one argument's slope, is that a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from coda_agent.primitives.derivatives import minus, plus, times
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.graph import Graph, Operand, Shape, Value
+from coda_agent.primitives.graph import Graph, Node, Operand, Shape, Value
 from coda_agent.primitives.groups import ROTATED
 from coda_agent.primitives.operation import GROUPS, OPS, PLACED, Op
 from coda_agent.primitives.ops import step
@@ -89,37 +89,41 @@ def adjoints(
                 add(arg, part)
         elif node.op in GROUPS:
             add(args[0], _of_group(name, node.op, gradient))
-        elif node.op not in PLACED:
-            if not args:
-                continue
-            rule = meant(node.op).derivative
-            if rule is None or node.op in _ROUNDING or name.startswith("stochastic"):
-                raise ProgramError(
-                    f"{name} has no derivative"
-                    if rule is None
-                    else f"{name} is a rounding, whose derivative is 0 wherever it has one",
-                    hint="keep it out of what needs a gradient",
-                )
-            given = [values[a] for a in args]
-            if node.op in _EXTREMA and args[0] != args[1] and wanted.issuperset(args):
-                # By the rule neither would be the larger of two that are equal.
-                x, y = given if node.op == "maximum" else given[::-1]
-                first = times(step(minus(x, y)), gradient)
-                parts = [first, minus(gradient, first)]
-                for arg, part in zip(args, parts, strict=True):
-                    add(arg, part)
-                continue
-            if node.op in _EXTREMA and 0.0 in [x for x in given if not isinstance(x, Value)]:
-                # Beside 0 the result tells as well which it is, where that is stored: no rounding
-                # makes it 0, as one may make it another bound.
-                z = values[i]
-                if isinstance(z, Value) and z.graph.nodes[z.index].op == "operand":
-                    given = [z if isinstance(x, Value) else x for x in given]
-            for k, arg in enumerate(args):
-                if arg in wanted and not (node.op == "where" and k == 0):
-                    slopes = [gradient if j == k else 0.0 for j in range(len(args))]
-                    add(arg, rule(values[i], *given, *slopes))
+        elif args and node.op not in PLACED:
+            for arg, part in _of_arguments(
+                node, values[i], [values[a] for a in args], gradient, wanted
+            ):
+                add(arg, part)
     return found
+
+
+def _of_arguments(
+    node: Node, z: Operand, given: list[Operand], gradient: Operand, wanted: set[int]
+) -> Iterator[tuple[int, Operand]]:
+    """The gradients of an operation's arguments, of which `z` is the value, by their nodes."""
+    name, args = node.op.split(" ")[0], node.args
+    rule = meant(node.op).derivative
+    if rule is None or node.op in _ROUNDING or name.startswith("stochastic"):
+        raise ProgramError(
+            f"{name} has no derivative"
+            if rule is None
+            else f"{name} is a rounding, whose derivative is 0 wherever it has one",
+            hint="keep it out of what needs a gradient",
+        )
+    if node.op in _EXTREMA and args[0] != args[1] and wanted.issuperset(args):
+        # By the rule neither would be the larger of two that are equal.
+        x, y = given if node.op == "maximum" else given[::-1]
+        first = times(step(minus(x, y)), gradient)
+        yield from zip(args, (first, minus(gradient, first)), strict=True)
+        return
+    if node.op in _EXTREMA and 0.0 in [x for x in given if not isinstance(x, Value)]:
+        # Beside 0 the result tells as well which it is, where that is stored: no rounding makes it
+        # 0, as one may make it another bound.
+        if isinstance(z, Value) and z.graph.nodes[z.index].op == "operand":
+            given = [z if isinstance(x, Value) else x for x in given]
+    for k, arg in enumerate(args):
+        if arg in wanted and not (node.op == "where" and k == 0):
+            yield arg, rule(z, *given, *[gradient if j == k else 0.0 for j in range(len(args))])
 
 
 def _of_group(name: str, op: str, gradient: Operand) -> Operand:

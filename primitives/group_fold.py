@@ -136,6 +136,18 @@ class _Values:
         value = self._argument(node, *other, held)
         return value if late else self.apply("neg", value)
 
+    def tiles(self, coord: Any, acc: Any, paired: int) -> dict[str, Any]:
+        """Statistics at a subtile's elements, which are pairs where `paired` is 2."""
+        tiles, held = {}, dict[Any, Any]()
+        for node in self.groups:
+            tile = cute.make_rmem_tensor(acc.layout.shape, Float32)
+            for i in range(0, cute.size(acc), paired):
+                value = self.of(node, coord, i, held)
+                for lane in range(paired):
+                    tile[i + lane] = value[lane] if isinstance(value, tuple) else value
+            tiles[name_of(node)] = tile
+        return tiles
+
     def _argument(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
         graph = self.below[node]
         names = (n.name for n in graph.nodes if n.op == "operand")
@@ -203,14 +215,7 @@ def with_groups(base: Any, replay: Any) -> dict[str, Any]:
                 self.group_values.fold(node)
 
     def store(self: Any, params: Any, tensors: Any, acc: Any, *rest: Any) -> Any:
-        coord, held, tiles = self.group_coord, dict[Any, Any](), {}
-        for node in groups:
-            tile = cute.make_rmem_tensor(acc.layout.shape, Float32)
-            for i in range(0, cute.size(acc), paired):
-                value = self.group_values.of(node, coord, i, held)
-                for lane in range(paired):
-                    tile[i + lane] = value[lane] if isinstance(value, tuple) else value
-            tiles[name_of(node)] = tile
+        tiles = self.group_values.tiles(self.group_coord, acc, paired)
         fed(self, tiles)
         return base.epi_visit_subtile(self, params, {**tensors, **tiles}, acc, *rest)
 

@@ -118,17 +118,18 @@ def launches(
 
 def inspect_program(
     program: Program,
-    m: int,
-    n: int,
-    k: int,
+    shape: tuple[int, int, int],
     *,
     element_bytes: int = 2,
     gemm_bytes: int = 2,
     widths: Mapping[str, int] | None = None,
     block: int = 128,
 ) -> Inspection:
-    """Fold over the program's graph at size (M, N, K); `widths` are the bytes an element of outputs
-    that differ from `element_bytes`."""
+    """Fold over the program's graph at one shape (M, N, K).
+
+    `widths` are the bytes an element of outputs that differ from `element_bytes`.
+    """
+    m, n, k = shape
     elements = {
         Shape.SCALAR: 1,
         Shape.COL: m,

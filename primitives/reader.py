@@ -66,13 +66,10 @@ class _Refusal(Exception):
 
 
 class _Reader:
-    """The walk over one tree: it collects faults, and evaluates expressions by the vocabulary."""
+    """The walk over one tree, which collects faults."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.faults = text, list[Fault]()
-        self.vocabulary = sorted({*primitives.__all__} - {"Program"})
-        self.imported, self.functions = set[str](), dict[str, Any]()
-        self.values = dict[str, Any]()
+        self.text, self.faults, self.names = text, list[Fault](), _Names()
 
     def read(self, tree: ast.Module, expected: Sequence[str] | None) -> dict[str, Program]:
         names, programs = list[str](), dict[str, Program]()
@@ -83,7 +80,8 @@ class _Reader:
                 case ast.ImportFrom():
                     self.read_import(statement)
                 case ast.FunctionDef(name=name):
-                    if name in self.imported or (expected is not None and name not in expected):
+                    asked = expected is None or name in expected
+                    if name in self.names.imported or not asked:
                         hint = f"expected: {', '.join(expected or ['a name of your own'])}"
                         self.refuse(statement, f"program {name!r} is not asked for", hint)
                     names.append(name)
@@ -107,13 +105,13 @@ class _Reader:
             self.refuse(statement, message, "the vocabulary is all a program needs")
             return
         for name, other in ((alias.name, alias.asname) for alias in statement.names):
-            self.imported.add(name)
-            if name not in self.vocabulary or other:
-                hint = did_you_mean(name, self.vocabulary) or "import it under its own name"
+            self.names.imported.add(name)
+            if name not in self.names.vocabulary or other:
+                hint = did_you_mean(name, self.names.vocabulary) or "import it under its own name"
                 self.refuse(statement, f"{name!r} is not a name of the vocabulary", hint)
-                self.functions[name] = _REFUSED
+                self.names.functions[name] = _REFUSED
             elif name not in {**OPERAND_KINDS, **OUTPUT_KINDS, "epilogue": None}:
-                self.functions[name] = getattr(primitives, name)
+                self.names.functions[name] = getattr(primitives, name)
 
     def read_function(self, function: ast.FunctionDef) -> Program | None:
         before, program = len(self.faults), None
@@ -122,15 +120,15 @@ class _Reader:
             self.refuse(function, message, "compose what the vocabulary offers")
             return None
         operands, outputs = self.read_parameters(function), self.read_decorator(function)
-        self.values = dict.fromkeys([a.arg for a in function.args.args], _REFUSED)
+        self.names.values = dict.fromkeys([a.arg for a in function.args.args], _REFUSED)
         if len(self.faults) == before:
             doc = ast.get_docstring(function) or ""
             try:
-                program, self.values = begin(function.name, doc, operands, outputs)
+                program, self.names.values = begin(function.name, doc, operands, outputs)
             except ProgramError as error:
                 self.refuse(function, error.message, error.hint)
         result = self.read_body(function)
-        values = *self.values.values(), *result.values()
+        values = *self.names.values.values(), *result.values()
         if program is None or len(self.faults) > before or any(v is _REFUSED for v in values):
             return None
         try:
@@ -152,14 +150,14 @@ class _Reader:
             message = "parameters are plain, without defaults, and no type is returned"
             self.refuse(function, message, "numbers stand in the body, outputs in the decorator")
         for a in arguments.args:
-            self.check_name(a, a.arg, self.imported | kinds.keys())
+            self.check_name(a, a.arg, self.names.imported | kinds.keys())
             kinds[a.arg] = a.annotation and self.read_kind(a.annotation, OPERAND_KINDS)
         return kinds
 
     def read_decorator(self, function: ast.FunctionDef) -> dict[str, Any]:
         """Read the kinds of the outputs."""
         kinds = dict[str, Any]()
-        match function.decorator_list if "epilogue" in self.imported else []:
+        match function.decorator_list if "epilogue" in self.names.imported else []:
             case [ast.Call(func=ast.Name(id="epilogue"), args=[], keywords=keywords)]:
                 for keyword in keywords:
                     name = keyword.arg or "__"
@@ -171,7 +169,7 @@ class _Reader:
         return kinds
 
     def read_kind(self, node: ast.expr, kinds: dict[str, Any]) -> Any:
-        if isinstance(node, ast.Name) and node.id in kinds and node.id in self.imported:
+        if isinstance(node, ast.Name) and node.id in kinds and node.id in self.names.imported:
             return kinds[node.id]
         hint = f"one of {', '.join(kinds)}, imported"
         self.refuse(node, "operands and outputs are declared by their kind", hint)
@@ -213,19 +211,43 @@ class _Reader:
         for name, value in zip(names, results, strict=True):
             if isinstance(name, ast.Name):
                 # A parameter's name is the spec's; an assigned one is free to be another.
-                free = self.imported | ({*dir(builtins)} - self.values.keys())
+                free = self.names.imported | ({*dir(builtins)} - self.names.values.keys())
                 self.check_name(name, name.id, free)
-                self.values[name.id] = value
+                self.names.values[name.id] = value
             else:
                 self.refuse(name, "only plain names may be assigned", "d = acc * r")
 
     def evaluated(self, expression: ast.expr) -> Any:
         """Evaluate an expression, or refuse the first part of it that is not of the language."""
         try:
-            return self.value(expression)
+            return self.names.value(expression)
         except _Refusal as refusal:
             self.refuse(refusal.node, refusal.message, refusal.hint)
             return _REFUSED
+
+    def check_name(self, node: ast.AST, name: str, taken: Collection[str]) -> None:
+        if name in taken or "__" in name:
+            self.refuse(node, f"the name {name!r} is not free", "take another, without __")
+
+    def refuse(self, node: ast.AST, message: str, hint: str) -> None:
+        code = (ast.get_source_segment(self.text, node) or "").split("\n")[0][:80]
+        self.faults.append(Fault(f"{message}: `{code}`", getattr(node, "lineno", 1), hint))
+
+
+class _Names:
+    """What a text's names mean, and expressions of them.
+
+    Attributes:
+        vocabulary: Names that may be imported.
+        imported: Those that are.
+        functions: What may be called, by name.
+        values: Of the program that is read, by name.
+    """
+
+    def __init__(self) -> None:
+        self.vocabulary = sorted({*primitives.__all__} - {"Program"})
+        self.imported, self.functions = set[str](), dict[str, Any]()
+        self.values = dict[str, Any]()
 
     def value(self, node: ast.expr) -> Any:
         match node:
@@ -293,14 +315,6 @@ class _Reader:
             case _:
                 pass
         return _Refusal(node, message, hint)
-
-    def check_name(self, node: ast.AST, name: str, taken: Collection[str]) -> None:
-        if name in taken or "__" in name:
-            self.refuse(node, f"the name {name!r} is not free", "take another, without __")
-
-    def refuse(self, node: ast.AST, message: str, hint: str) -> None:
-        code = (ast.get_source_segment(self.text, node) or "").split("\n")[0][:80]
-        self.faults.append(Fault(f"{message}: `{code}`", getattr(node, "lineno", 1), hint))
 
 
 def _applied(

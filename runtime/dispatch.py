@@ -282,7 +282,7 @@ def prior(
     are 4.6 % slower than the fastest. `spills` has a thread's stores to local memory, by a
     configuration's label."""
     one, two = (
-        inspect_program(program, 128, columns, 64, element_bytes=2, gemm_bytes=0).bytes_moved
+        inspect_program(program, (128, columns, 64), element_bytes=2, gemm_bytes=0).bytes_moved
         for columns in (1024, 2048)
     )
     element = (two - one) / (128 * 1024)

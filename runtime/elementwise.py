@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -41,9 +41,9 @@ from coda_agent.primitives.resources import (
 from coda_agent.primitives.table_load import any_strides, element
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.elementwise_fold import fold_rows, folded, total
 
 _arch: Any = cute.arch
-_math: Any = cute.math
 
 COLUMNS = 8  # a thread; every row's length is a multiple
 _WIDTHS = {Shape.TILE: COLUMNS, Shape.WIDE: 2 * COLUMNS, Shape.HALF: COLUMNS // 2}
@@ -76,10 +76,11 @@ class Elementwise:
     @cute.kernel
     def kernel(self, tensors: tuple):
         _arch.griddepcontrol_wait()
-        product, count = tensors[0], len(self.program.operands) + 1
-        place = _Place(self, product)
+        count = len(self.program.operands) + 1
+        place = _Place(self, tensors[0])
         operands = dict(zip(self.program.operands, tensors[1:count], strict=True))
         stores = dict(zip(self.program.outputs, tensors[count:], strict=True))
+        named = _Named(tensors[0], operands, stores)
         # What is the same in every row.
         fixed = self._fixed(operands, place)
         partials = self._partials()
@@ -87,9 +88,7 @@ class Elementwise:
         for step in cutlass.range(  # pyright: ignore[reportPrivateImportUsage]
             self.rows // self.at_once, unroll=1
         ):
-            self._visit(
-                place, step * self.at_once, product, operands, stores, fixed, sums, partials
-            )
+            self._visit(place, step * self.at_once, named, fixed, sums, partials)
         # Launches what follows while the last rows are stored; it waits for this kernel's end.
         _arch.griddepcontrol_launch_dependents()
         for o in self.down:
@@ -121,19 +120,18 @@ class Elementwise:
         }
 
     def _visit(
-        self, place: Any, first: Any, product: Any, tensors: Any, stores: Any, fixed: Any,
-        sums: Any, partials: Any,
-    ) -> None:  # fmt: skip
-        """A few rows: loads of all of them, then the rest row by row."""
-        rows = [_Row(place, first + i) for i in range(self.at_once)]
-        loaded = [self._load(row, product, tensors, stores) for row in rows]
+        self, place: Any, first: Any, named: _Named, fixed: Any, sums: Any, partials: Any
+    ) -> None:
+        """Load a few rows, then do the rest row by row."""
+        rows, stores = [_Row(place, first + i) for i in range(self.at_once)], named.stores
+        loaded = [self._load(row, named) for row in rows]
         for row, (acc, values, held) in zip(rows, loaded, strict=True):
             results = self._replayed(acc, {**fixed, **values}, row)
             for o, kind in self.program.outputs.items():
                 if o in self.down:
-                    _fold_rows(self.down[o].combine, sums[o], results[o], row.inside)
+                    fold_rows(self.down[o].combine, sums[o], results[o], row.inside)
                 elif o in self.across:
-                    found = _folded(self.across[o].combine, results[o], place.inside)
+                    found = folded(self.across[o].combine, results[o], place.inside)
                     _keep(partials[o], found, row.local, place)
                 elif kind is RowGather:
                     index = values[self.nodes[self.root[o].args[1]].name]
@@ -146,11 +144,9 @@ class Elementwise:
                         made = _added(made, held[o])
                     _store(stores[o], made, row.index, place.vector, row.inside & place.inside)
 
-    def _load(
-        self, row: Any, product: Any, tensors: Any, stores: Any
-    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """A row's product, operands, and what an output adds to."""
-        column, values = row.place.column, {}
+    def _load(self, row: Any, named: _Named) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Load a row's product, operands, and what an output adds to."""
+        (product, tensors, stores), column, values = named, row.place.column, {}
         for o, kind in self.program.operands.items():
             if kind is ColVector:
                 values[o] = tensors[o][row.read].to(Float32)
@@ -244,14 +240,22 @@ class Elementwise:
         if (place.thread < self.rows) & (row < place.m):
             for o, kind in self.across.items():
                 planes = [[p[place.thread, w] for w in range(self.warps)] for p in partials[o]]
-                total = _total(kind.combine, planes)
-                stores[o][row, place.across] = self._mean(o, total, place) if kind.mean else total
+                whole = total(kind.combine, planes)
+                stores[o][row, place.across] = self._mean(o, whole, place) if kind.mean else whole
 
     def _mean(self, o: str, total: Any, place: Any) -> Any:
         """Over the block, or over the row where that is shorter: then the value is final."""
         whole = Int32(select_(place.n < self.columns, place.n, Int32(self.columns)))
         half = self.root[o].shape is Shape.HALF
         return total / Float32(whole // 2 if half else whole)
+
+
+class _Named(NamedTuple):
+    """The tensors of a launch: what stands for the product, operands and outputs by name."""
+
+    product: Any
+    operands: Mapping[str, Any]
+    stores: Mapping[str, Any]
 
 
 class _Place:
@@ -328,53 +332,6 @@ def _added(made: Any, held: list[Any]) -> Any:
 def _store(tensor, fragment, row, vector, inside):
     if inside:
         cute.autovec_copy(fragment, _tile(tensor, row, vector, cute.size(fragment)))
-
-
-def _fold_rows(combine: str, sums: Any, values: list[Any], inside: Any) -> None:
-    for j, value in enumerate(values):
-        after = sums[j] + value if combine == "add" else _arch.fmax(sums[j], value)
-        sums[j] = Float32(select_(inside, after, sums[j]))
-
-
-def _folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
-    """The partial of a warp, of its threads inside; of a log-sum-exp the maximum and the sum."""
-    if combine == "min":  # the maximum of the negated values, until `_total`
-        values, combine = [-Float32(v) for v in values], "max"
-    identity = Float32(0.0 if combine == "add" else -math.inf)
-    values = [Float32(select_(inside, Float32(v), identity)) for v in values]
-    if combine == "add":
-        return [_arch.warp_reduction_sum(_tree(values, lambda x, y: x + y))]
-    # With the identity, so that NaN is passed over where nothing else is there.
-    top = _arch.warp_reduction_max(_tree([identity, *values], _arch.fmax))
-    if combine == "max":
-        return [top]
-    shift = _shift(top)
-    parts = [_math.exp(v - shift, fastmath=True) for v in values]
-    return [top, _arch.warp_reduction_sum(_tree(parts, lambda x, y: x + y))]
-
-
-def _total(combine: str, planes: list[list[Any]]) -> Any:
-    """The partial of a CTA, from those of its warps."""
-    if combine == "add":
-        return _tree(planes[0], lambda x, y: x + y)
-    top = _tree(planes[0], _arch.fmax)
-    if combine in ("max", "min"):
-        return top if combine == "max" else -top
-    shift = _shift(top)
-    parts = [s * _math.exp(t - shift, fastmath=True) for t, s in zip(*planes, strict=True)]
-    return _math.log(_tree(parts, lambda x, y: x + y), fastmath=True) + top
-
-
-def _shift(top: Any) -> Any:
-    """What exponents are taken less: the maximum, or 0 where all is -inf, whose sum then is 0."""
-    return Float32(select_(top == Float32(-math.inf), Float32(0.0), top))
-
-
-def _tree(values: list[Any], fold: Any) -> Any:
-    while len(values) > 1:
-        pairs = [fold(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + values[len(pairs) * 2 :]
-    return values[0]
 
 
 @cute.jit

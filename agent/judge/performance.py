@@ -231,9 +231,8 @@ def inspected(
     tensors = (spec.gemm[0], *program.outputs)
     widths = {t: getattr(torch, spec.dtype_of(t, types)).itemsize for t in tensors}
     m, n, k = (sizes[dim] for dim in spec.gemm_dims)
-    return inspect_program(
-        program, m, n, k, gemm_bytes=widths[spec.gemm[0]], widths=widths, block=block
-    )
+    gemm_bytes = widths[spec.gemm[0]]
+    return inspect_program(program, (m, n, k), gemm_bytes=gemm_bytes, widths=widths, block=block)
 
 
 @lru_cache(maxsize=4)

@@ -89,7 +89,7 @@ def test_it_is_traced_and_crosses_processes(program: Program) -> None:
     assert [n.op for n in program.graph.nodes].count("atan") == 1
     assert Program.from_dict(program.to_dict()).digest == program.digest
     # The function 12; its derivative a product, a sum and a quotient of 2, and a product.
-    assert inspect_program(program, 1, 2, 1).epilogue_flops == 2 * (12 + 5 + 1)
+    assert inspect_program(program, (1, 2, 1)).epilogue_flops == 2 * (12 + 5 + 1)
 
 
 def test_it_is_interpreted_and_differentiated(program: Program) -> None:

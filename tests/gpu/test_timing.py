@@ -133,7 +133,7 @@ def test_no_product_is_faster_than_the_measured_floor(product: Callable[[int], A
     assert ceiling.l2_bytes > 30e6
     assert performance.measured_ceiling("float8_e4m3fn").flops_s > 1.3 * ceiling.flops_s
     median = interleave({"gemm": product}, 20)["gemm"].median_us
-    floor = roofline(inspect_program(identity, SIZE, SIZE, SIZE), ceiling).floor_us
+    floor = roofline(inspect_program(identity, (SIZE, SIZE, SIZE)), ceiling).floor_us
     assert 0.5 * median < floor < median
 
 

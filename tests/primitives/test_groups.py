@@ -82,7 +82,7 @@ def test_nan_stays_in_its_group() -> None:
 def test_facts() -> None:
     assert every.group == 64 and halves.group == 32
     assert Program.from_dict(every.to_dict()).digest == every.digest
-    facts = inspect_program(every, 128, 256, 64)
+    facts = inspect_program(every, (128, 256, 64))
     # Four tiles in bfloat16, and a float32 for each 32 columns.
     assert facts.bytes_written == 4 * 128 * 256 * 2 + 128 * 8 * 4
     assert facts.launches == 1 and facts.tile_local and not facts.split_k_safe
@@ -91,7 +91,7 @@ def test_facts() -> None:
     def summed(acc):
         return {"O": group_sum(acc, 16)}
 
-    assert inspect_program(summed, 128, 256, 64).split_k_safe
+    assert inspect_program(summed, (128, 256, 64)).split_k_safe
 
 
 def test_columns_that_groups_do_not_fill_are_refused() -> None:

@@ -78,7 +78,7 @@ DEGREES: list[tuple[Callable[..., Any], Degree]] = [
 def test_degree_and_split_k(function: Callable[..., Any], degree: Degree) -> None:
     made = program(function, O=Tile)
     assert degrees(made.graph)[made.graph.outputs["O"]] is degree
-    found = inspect_program(made, 128, 256, 64)
+    found = inspect_program(made, (128, 256, 64))
     assert found.split_k_safe == (degree is Degree.LINEAR)
 
 
@@ -86,7 +86,7 @@ def test_degree_and_split_k(function: Callable[..., Any], degree: Degree) -> Non
 def test_every_output_decides_split_k(second: Callable[..., Any]) -> None:
     """One that ignores the accumulator would be added once for each part of K."""
     both = program(lambda acc, C: {"D": acc, "O": second(acc, C)}, D=Tile, O=Tile)
-    assert not inspect_program(both, 128, 256, 64).split_k_safe
+    assert not inspect_program(both, (128, 256, 64)).split_k_safe
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_every_output_decides_split_k(second: Callable[..., Any]) -> None:
 )
 def test_linear_reductions(kind: Any, safe: bool) -> None:
     linear = program(lambda acc, r: {"D": acc, "s": acc * r}, D=Tile, s=kind)
-    assert inspect_program(linear, 128, 256, 64).split_k_safe is safe
+    assert inspect_program(linear, (128, 256, 64)).split_k_safe is safe
     squares = program(lambda acc: {"D": acc, "s": acc * acc}, D=Tile, s=kind)
-    assert not inspect_program(squares, 128, 256, 64).split_k_safe
+    assert not inspect_program(squares, (128, 256, 64)).split_k_safe
 
 
 @epilogue(D=Tile, O=HalfTile, s=RowMean, t=RowMax)
@@ -117,7 +117,7 @@ def counted(acc, C: Tile, r: ColVector, b: RowVector, alpha: Scalar):
 def test_costs_by_hand() -> None:
     m, n, k = 96, 320, 64
     tile, half, blocks = m * n, m * n // 2, 3
-    found = inspect_program(counted, m, n, k)
+    found = inspect_program(counted, (m, n, k))
     assert found.gemm_flops == 2 * m * n * k
     # alpha·acc, + C, · (r·2), + b and d·d at full width; r·2 a row; σ (4), · and |up| at half width;
     # the sum and the maximum one operation an element each.
@@ -131,7 +131,7 @@ def test_costs_by_hand() -> None:
 
 
 def test_cost_options() -> None:
-    found = inspect_program(counted, 96, 320, 64, element_bytes=8, gemm_bytes=1, block=192)
+    found = inspect_program(counted, (96, 320, 64), element_bytes=8, gemm_bytes=1, block=192)
     tile, half = 96 * 320, 96 * 160
     read = (96 * 64 + 320 * 64) + 8 * tile + 4 * (96 + 320)
     assert found.bytes_moved == read + 8 * tile + 8 * half + 2 * (4 * 96 * 2)
@@ -145,7 +145,7 @@ def wide_product(acc, Z: WideTile):
 def test_a_wide_tile_has_twice_the_elements() -> None:
     m, n, k = 96, 320, 64
     program = epilogue(dZ=WideTile, s=RowSum)(wide_product)
-    found = inspect_program(program, m, n, k)
+    found = inspect_program(program, (m, n, k))
     assert found.epilogue_flops == 3 * m * n + m * n
     assert found.bytes_moved == 2 * (m * k + n * k) + 2 * (2 * m * n) * 2 + 4 * m * 3
     degree = degrees(program.graph)
@@ -159,7 +159,7 @@ def test_what_is_added_to_is_read_and_written() -> None:
         return {"X": acc * C, "O": acc}
 
     m, n, k = 96, 320, 64
-    found = inspect_program(program, m, n, k)
+    found = inspect_program(program, (m, n, k))
     assert found.bytes_moved == 2 * (m * k + n * k) + 2 * m * n * (1 + 2 + 1)
     assert found.bytes_written == 2 * m * n * 2
     assert found.split_k_safe and found.tile_local and found.launches == 1
@@ -171,13 +171,13 @@ def test_a_table_is_computed_with_but_hardly_read() -> None:
         return {"O": acc * cs + C}
 
     m, n, k = 96, 320, 64
-    found = inspect_program(program, m, n, k, gemm_bytes=1)
+    found = inspect_program(program, (m, n, k), gemm_bytes=1)
     assert found.epilogue_flops == 2 * m * n
     assert found.bytes_moved == (m * k + n * k) + 2 * m * n * 2
 
 
 def test_plain_gemm_costs_nothing_after_it() -> None:
-    found = inspect_program(epilogue(O=Tile)(identity), 128, 256, 64)
+    found = inspect_program(epilogue(O=Tile)(identity), (128, 256, 64))
     assert found.epilogue_flops == 0
     assert found.launches == 1
     assert found.tile_local and found.split_k_safe
@@ -192,7 +192,7 @@ def selecting(acc, C: Tile, y: ColIndex):
 def test_costs_of_a_gather_and_of_column_reductions_by_hand() -> None:
     m, n, k = 300, 272, 64
     tile, across, down = m * n, 3, 3  # ⌈272 / 128⌉ and ⌈300 / 128⌉
-    found = inspect_program(selecting, m, n, k)
+    found = inspect_program(selecting, (m, n, k))
     # acc·C and |z|, then an operation an element for each of the three reductions; selecting
     # computes nothing.
     assert found.epilogue_flops == 2 * tile + 3 * tile
@@ -210,7 +210,7 @@ def test_blocks_of_reductions_over_rows_divide_m() -> None:
         return {"D": acc, "g": acc}
 
     m, n, k = 1000, 64, 32
-    found = inspect_program(program, m, n, k, block=256)
+    found = inspect_program(program, (m, n, k), block=256)
     assert found.bytes_moved == 2 * (m * k + n * k) + 2 * m * n + 4 * n * 4
     assert found.launches == 2
 
@@ -221,7 +221,7 @@ def test_a_gather_is_as_linear_as_what_it_takes(bias: bool, safe: bool) -> None:
     def program(acc, y: ColIndex):
         return {"Z": acc, "t": gather(acc + 1.0 if bias else acc * 2.0, y)}
 
-    found = inspect_program(program, 128, 256, 64)
+    found = inspect_program(program, (128, 256, 64))
     assert found.split_k_safe is safe
     assert found.tile_local  # one element of one tile: nothing to fold
     assert found.launches == 1
@@ -239,17 +239,17 @@ def test_a_short_inner_dimension_is_not_split() -> None:
 
 def test_the_roofline_is_the_larger_of_two_times() -> None:
     program = epilogue(O=Tile)(identity)
-    square = inspect_program(program, 8192, 8192, 8192)
+    square = inspect_program(program, (8192, 8192, 8192))
     least = roofline(square, Ceiling(800e12, 4e12))
     assert least.compute_us == pytest.approx(2 * 8192**3 / 800e6)
     assert least.memory_us == pytest.approx(3 * 2 * 8192**2 / 4e6)
     assert least.floor_us == least.compute_us
-    narrow = roofline(inspect_program(program, 16, 8192, 8192), Ceiling(800e12, 4e12))
+    narrow = roofline(inspect_program(program, (16, 8192, 8192)), Ceiling(800e12, 4e12))
     assert narrow.floor_us == narrow.memory_us > narrow.compute_us
 
 
 def test_what_stays_in_the_cache_need_not_reach_memory() -> None:
-    facts = inspect_program(epilogue(O=Tile)(identity), 4096, 4096, 512)
+    facts = inspect_program(epilogue(O=Tile)(identity), (4096, 4096, 512))
     read, written = 2 * 2 * 4096 * 512, 2 * 4096**2
     for cache, moved in ((0, read + written), (10**6, read + written - 10**6), (10**9, read)):
         assert roofline(facts, Ceiling(1e18, 1e12, cache)).memory_us == pytest.approx(moved / 1e6)

@@ -62,7 +62,7 @@ def test_it_is_checked(program: Program) -> None:
 
 
 def test_it_costs_what_it_moves(program: Program) -> None:
-    facts = inspect_program(program, 64, 32, 16)
+    facts = inspect_program(program, (64, 32, 16))
     assert facts.bytes_moved == 2 * (64 * 16 + 32 * 16) + 2 * 32 * 4 + 64 * 32 * 4
     assert facts.bytes_written == 64 * 32 * 4
 

@@ -76,13 +76,13 @@ def test_dropout_in_the_interpreter(compute: torch.dtype) -> None:
 def test_what_is_known_of_them() -> None:
     assert Program.from_dict(dropped.to_dict()).digest == dropped.digest
     assert not any(c.swap_ab for c in offered(dropped, [(16, 4096, 4096)]))
-    assert not inspect_program(dropped, 64, 64, 64).split_k_safe
+    assert not inspect_program(dropped, (64, 64, 64)).split_k_safe
 
     @epilogue(O=Tile)
     def linear(acc, seed: Scalar):
         return {"O": acc * philox_uniform(acc, seed, 0)}
 
-    assert inspect_program(linear, 64, 64, 64).split_k_safe
+    assert inspect_program(linear, (64, 64, 64)).split_k_safe
 
 
 def test_what_is_refused() -> None:

@@ -88,7 +88,7 @@ def test_it_compiles_to_the_instruction_it_names() -> None:
 
 
 def test_a_demonstration_costs_its_instructions_and_nothing_is_known_to_be_zero() -> None:
-    facts = inspect_program(own_instruction, 128, 128, 64)
+    facts = inspect_program(own_instruction, (128, 128, 64))
     flops = 3 + OPS["sqrt"].flops  # multiply, absolute, root, copysign
     assert facts.epilogue_flops == flops * 128 * 128
     program = asinh()

@@ -1,0 +1,63 @@
+"""Reductions of the elementwise kernel in a thread, a warp and a CTA.
+
+Only the lowering imports this.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cutlass import Float32, cute
+from cutlass.cutlass_dsl import select_
+
+_arch: Any = cute.arch
+_math: Any = cute.math
+
+
+def fold_rows(combine: str, sums: Any, values: list[Any], inside: Any) -> None:
+    """Fold a row's values into those of the rows before it."""
+    for j, value in enumerate(values):
+        after = sums[j] + value if combine == "add" else _arch.fmax(sums[j], value)
+        sums[j] = Float32(select_(inside, after, sums[j]))
+
+
+def folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
+    """The partial of a warp, of its threads inside; of a log-sum-exp the maximum and the sum."""
+    if combine == "min":  # the maximum of the negated values, until `total`
+        values, combine = [-Float32(v) for v in values], "max"
+    identity = Float32(0.0 if combine == "add" else -math.inf)
+    values = [Float32(select_(inside, Float32(v), identity)) for v in values]
+    if combine == "add":
+        return [_arch.warp_reduction_sum(_tree(values, lambda x, y: x + y))]
+    # With the identity, so that NaN is passed over where nothing else is there.
+    top = _arch.warp_reduction_max(_tree([identity, *values], _arch.fmax))
+    if combine == "max":
+        return [top]
+    shift = _shift(top)
+    parts = [_math.exp(v - shift, fastmath=True) for v in values]
+    return [top, _arch.warp_reduction_sum(_tree(parts, lambda x, y: x + y))]
+
+
+def total(combine: str, planes: list[list[Any]]) -> Any:
+    """The partial of a CTA, from those of its warps."""
+    if combine == "add":
+        return _tree(planes[0], lambda x, y: x + y)
+    top = _tree(planes[0], _arch.fmax)
+    if combine in ("max", "min"):
+        return top if combine == "max" else -top
+    shift = _shift(top)
+    parts = [s * _math.exp(t - shift, fastmath=True) for t, s in zip(*planes, strict=True)]
+    return _math.log(_tree(parts, lambda x, y: x + y), fastmath=True) + top
+
+
+def _shift(top: Any) -> Any:
+    """What exponents are taken less: the maximum, or 0 where all is -inf, whose sum then is 0."""
+    return Float32(select_(top == Float32(-math.inf), Float32(0.0), top))
+
+
+def _tree(values: list[Any], fold: Any) -> Any:
+    while len(values) > 1:
+        pairs = [fold(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
