@@ -35,45 +35,6 @@ def register() -> None:
         register_impl,
     )
 
-    def fused_linear_cross_entropy(
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: Any = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        *,
-        mode: str | None = None,
-    ) -> tuple[Tensor, None, None, None]:
-        options = {
-            "bias": bias,
-            "ce_weight": ce_weight,
-            "lse_square_scale": lse_square_scale,
-            "label_smoothing": label_smoothing,
-            "reduction": reduction,
-            "softcap": softcap,
-            "return_z_loss": return_z_loss,
-            "use_token_scaling": use_token_scaling,
-            "return_token_accuracy": return_token_accuracy,
-            "return_predicted_tokens": return_predicted_tokens,
-            "mode": None if mode == "default" else mode,
-        }
-        _refuse(options)
-        if not torch.is_grad_enabled():  # which a function of autograd is not told
-            _input, weight = _input.detach(), weight.detach()
-        rows = target != ignore_index
-        loss = _loss(_input, weight, target.where(rows, 0), rows)
-        return loss / rows.sum() if reduction == "mean" else loss, None, None, None
-
     hopper = Capability(min_cc=(9, 0), max_cc=(9, 0), modules=["quack"])
     entered = register_impl(
         OP,
@@ -85,6 +46,47 @@ def register() -> None:
         notes="coda-agent's gemm_partial_cross_entropy: log-sum-exp in the product's epilogue.",
     )
     entered(fused_linear_cross_entropy)
+
+
+def fused_linear_cross_entropy(
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: Any = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    mode: str | None = None,
+) -> tuple[Tensor, None, None, None]:
+    """Give the loss alone of what Liger's function returns."""
+    options = {
+        "bias": bias,
+        "ce_weight": ce_weight,
+        "lse_square_scale": lse_square_scale,
+        "label_smoothing": label_smoothing,
+        "reduction": reduction,
+        "softcap": softcap,
+        "return_z_loss": return_z_loss,
+        "use_token_scaling": use_token_scaling,
+        "return_token_accuracy": return_token_accuracy,
+        "return_predicted_tokens": return_predicted_tokens,
+        "mode": None if mode == "default" else mode,
+    }
+    _refuse(options)
+    if not torch.is_grad_enabled():  # which a function of autograd is not told
+        _input, weight = _input.detach(), weight.detach()
+    rows = target != ignore_index
+    loss = _loss(_input, weight, target.where(rows, 0), rows)
+    return loss / rows.sum() if reduction == "mean" else loss, None, None, None
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

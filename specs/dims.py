@@ -78,7 +78,7 @@ class Dims:
             for axis, symbol in zip(example.axes, trace.shapes[name], strict=True):
                 if isinstance(axis, str) and not _numeric(symbol):
                     self.letters[symbol] = axis
-        inners = self._summed(trace, first, second)
+        inners = _summed(called, shapes, trace, first, second)
         self._fix(trace, first, second, inners)
         rows = self._rows(trace, first[0], inners)
         self.rows = [self.letters[s] for s in rows]
@@ -143,22 +143,6 @@ class Dims:
         message = f"an extent of {found[0]} where {at} is no dim, nor a part of one"
         hint = "return it as the product has it; give one dim of rows where they are flattened"
         raise SpecError(message, hint=hint)
-
-    def _summed(self, trace: Trace, first: Sequence[str], second: Sequence[str]) -> dict[Any, str]:
-        """Name the symbols that products sum over."""
-        inners = {left.shape[-1]: "R" for left, _ in trace.products}
-        joined = len(second) < len(first)  # along K, before one weight
-        if joined:
-            inners |= {trace.shapes[x][-1]: "R" for x in first}
-        inner = next(left.shape[-1] for left, _ in trace.products)
-        inners[inner] = "K"
-        if joined or inner in (of_a := trace.shapes[first[0]]):
-            return inners
-        if self.example[first[0]][:-1] != self.example[second[0]][:-1]:
-            hint = "give both as matrices, with one dim to sum over"
-            raise SpecError(f"{self.called.source.name} sums over several dims", hint=hint)
-        trace.shapes[second[0]] = (*of_a[:-1], trace.shapes[second[0]][-1])
-        return dict.fromkeys(of_a[:-1], "S") | {of_a[0]: "B"}
 
     def _fix(
         self,
@@ -301,6 +285,29 @@ def check_sizes(dims: Dims) -> None:
             if size % (unit := dims.units.get(str(x), 1)):
                 message = f"{name} has a size of {size}; a kernel takes multiples of {unit}"
                 raise SpecError(f"{message} there", hint=f"pad it to {up(size, unit)}")
+
+
+def _summed(
+    called: Called,
+    example: Mapping[str, tuple[int, ...]],
+    trace: Trace,
+    first: Sequence[str],
+    second: Sequence[str],
+) -> dict[Any, str]:
+    """Name the symbols that products sum over."""
+    inners = {left.shape[-1]: "R" for left, _ in trace.products}
+    joined = len(second) < len(first)  # along K, before one weight
+    if joined:
+        inners |= {trace.shapes[x][-1]: "R" for x in first}
+    inner = next(left.shape[-1] for left, _ in trace.products)
+    inners[inner] = "K"
+    if joined or inner in (of_a := trace.shapes[first[0]]):
+        return inners
+    if example[first[0]][:-1] != example[second[0]][:-1]:
+        hint = "give both as matrices, with one dim to sum over"
+        raise SpecError(f"{called.source.name} sums over several dims", hint=hint)
+    trace.shapes[second[0]] = (*of_a[:-1], trace.shapes[second[0]][-1])
+    return dict.fromkeys(of_a[:-1], "S") | {of_a[0]: "B"}
 
 
 def _numeric(symbol: Any) -> bool:

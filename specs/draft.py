@@ -21,7 +21,7 @@ from coda_agent.specs.admission import admit
 from coda_agent.specs.called import FILE, Called, Elsewhere
 from coda_agent.specs.defaults import TYPES
 from coda_agent.specs.dims import PRIMES, Dims, check_sizes, find_units
-from coda_agent.specs.front_matter import Face, front_matter, sizes_listed
+from coda_agent.specs.front_matter import Face, Front, sizes_listed
 from coda_agent.specs.load import load_spec
 from coda_agent.specs.source import Example, Source, with_tensors
 from coda_agent.specs.tracing import Trace, operands, traced
@@ -153,10 +153,10 @@ class _Draft:
             inputs[x] = Face(dims.numbers(shape), given[x], drawn)
         outputs = {o: face._replace(shape=dims.numbers(face.shape)) for o, face in outputs.items()}
         units = {x: unit for x, unit in dims.units.items() if x not in dims.fixed}
-        front = front_matter(
+        front = Front(
             self.name, self.source.summary, () if eight else types, units, product,
             lines, inputs, outputs,
-        )  # fmt: skip
+        ).text()  # fmt: skip
         if all(isinstance(a, int) for e in self.examples.values() for a in e.axes):
             front += sizes_listed("bench_shapes", [{x: dims.sizes[x] for x in units}])
         return front

@@ -16,19 +16,10 @@ class Face(NamedTuple):
     draw: str = ""
 
 
-def front_matter(
-    name: str,
-    summary: str,
-    types: Sequence[str],
-    units: Mapping[str, int],
-    gemm: tuple[Sequence[str], Sequence[str]],
-    pairs: Sequence[str],
-    inputs: Mapping[str, Face],
-    outputs: Mapping[str, Face],
-) -> str:
-    """All but the shapes.
+class Front(NamedTuple):
+    """All of a front matter but the shapes.
 
-    Args:
+    Attributes:
         name: Of the spec.
         summary: One line, or "" for the default.
         types: Choices of T; none where tensors have types of their own.
@@ -38,21 +29,34 @@ def front_matter(
         inputs: By name.
         outputs: By name.
     """
-    lines = [f"name: {name}"]
-    if summary:
-        lines.append("summary: '{}'".format(summary.replace("'", "''")))
-    if types:
-        lines.append(f"types: {{T: [{', '.join(types)}]}}")
-    dims = (f"  {x}: {{{f'multiple_of: {unit}' * (unit > 1)}}}" for x, unit in units.items())
-    sides = (f"[{', '.join(side)}]" if len(side) > 1 else side[0] for side in gemm)
-    lines += ["dims:", *dims, f"gemm: [{', '.join(sides)}]", *pairs]
-    for key, tensors in (("inputs", inputs), ("outputs", outputs)):
-        lines.append(f"{key}:")
-        for x, (shape, dtype, draw) in tensors.items():
-            dtype = "bfloat16" if dtype == "T" and not types else dtype
-            face = f"shape: [{', '.join(map(str, shape))}], dtype: {dtype}"
-            lines.append(f"  {x}: {{{face}{f', draw: {draw}' * bool(draw)}}}")
-    return "".join(f"{line}\n" for line in lines)
+
+    name: str
+    summary: str
+    types: Sequence[str]
+    units: Mapping[str, int]
+    gemm: tuple[Sequence[str], Sequence[str]]
+    pairs: Sequence[str]
+    inputs: Mapping[str, Face]
+    outputs: Mapping[str, Face]
+
+    def text(self) -> str:
+        """Write it down."""
+        lines = [f"name: {self.name}"]
+        if self.summary:
+            lines.append("summary: '{}'".format(self.summary.replace("'", "''")))
+        if self.types:
+            lines.append(f"types: {{T: [{', '.join(self.types)}]}}")
+        units = self.units.items()
+        dims = (f"  {x}: {{{f'multiple_of: {unit}' * (unit > 1)}}}" for x, unit in units)
+        sides = (f"[{', '.join(side)}]" if len(side) > 1 else side[0] for side in self.gemm)
+        lines += ["dims:", *dims, f"gemm: [{', '.join(sides)}]", *self.pairs]
+        for key, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
+            lines.append(f"{key}:")
+            for x, (shape, dtype, draw) in tensors.items():
+                dtype = "bfloat16" if dtype == "T" and not self.types else dtype
+                face = f"shape: [{', '.join(map(str, shape))}], dtype: {dtype}"
+                lines.append(f"  {x}: {{{face}{f', draw: {draw}' * bool(draw)}}}")
+        return "".join(f"{line}\n" for line in lines)
 
 
 def sizes_listed(key: str, shapes: Iterable[Mapping[str, int]]) -> str:

@@ -237,6 +237,17 @@ def run_reference(
                 outputs = function(**given)
         else:
             outputs = function(**as_declared(spec, inputs, binding))
+    _check_outputs(spec, outputs, wide if exact else None)
+    if layout := spec.layout:
+        with _blaming(spec):
+            return layout.canonical(outputs, inputs, spec.bind(binding))
+    return {name: outputs[name] for name in spec.declared.outputs}
+
+
+def _check_outputs(spec: Spec, outputs: Any, wide: torch.dtype | None) -> None:
+    """Refuse other outputs than the declared tensors, or floating ones that are not `wide`."""
+    import torch
+
     tensors = isinstance(outputs, dict) and {
         name for name, value in outputs.items() if isinstance(value, torch.Tensor)
     }
@@ -247,15 +258,11 @@ def run_reference(
             f" {', '.join(names)}, as a dict by name or in this order"
         )
     for name, value in outputs.items():
-        if exact and value.is_floating_point() and value.dtype != wide:
+        if wide and value.is_floating_point() and value.dtype != wide:
             raise SpecError(
                 f"{spec.path}: output {name!r} is {value.dtype} in the exact run;"
                 " expected casts by .to(), .float() and the like only"
             )
-    if layout := spec.layout:
-        with _blaming(spec):
-            return layout.canonical(outputs, inputs, spec.bind(binding))
-    return {name: outputs[name] for name in names}
 
 
 def _described(value: object) -> str:

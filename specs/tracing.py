@@ -251,46 +251,9 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
         if left.inputs == {*first} and len(right.inputs) == 1:
             return first, list(right.inputs)
 
-    def of(side: Operand, inner: Any) -> str:
-        held = [
-            x
-            for x, shape in trace.shapes.items()
-            if len(shape) > 1 and (inner in shape or math.prod(shape[:-1]) == inner)
-        ]
-        return next((x for x in held if x in side.inputs), "")
-
     pairs: dict[tuple[str, str], None] = {}
     for left, right in trace.products:
-        pair = of(left, left.shape[-1]), of(right, right.shape[-2])
-        for side, name in zip((left, right), pair, strict=True):
-            if len(side.inputs) == 1 and not name:
-                (whole,) = side.inputs
-                message = (
-                    f"{function} multiplies {whole} in parts, or sums over several of its dims"
-                )
-                raise SpecError(message, hint=f"give {whole} as a matrix, with one dim to sum over")
-        used = {name for pair in pairs for name in pair}
-        made = next((s for s, x in zip((left, right), pair, strict=True) if not x), None)
-        for side, inner in ((left, left.shape[-1]), (right, right.shape[-2])):
-            over = [x for x in trace.shapes if x in side.inputs and inner in trace.shapes[x]]
-            if "" in side.inputs or not (side is made or len(over) > 1):
-                continue
-            some = " and ".join(over or sorted(side.inputs))
-            hint = "compute that in the call, and take it as an argument"
-            raise SpecError(f"{function} multiplies what it makes of {some}", hint=hint)
-        if made or any(len(side.inputs & used) > 1 for side in (left, right)):
-            raise SpecError(
-                "the function multiplies what a product gave; a kernel has one product",
-                hint="give the first product as an argument, or make a kernel of each",
-            )
-        if math.prod(left.shape) != math.prod(trace.shapes[pair[0]]):
-            hint = "give that part as the argument"
-            raise SpecError(f"{function} multiplies a part of {pair[0]}", hint=hint)
-        batch = right.shape[-2] in trace.shapes[pair[1]]
-        if pair[0] == pair[1] or (batch and sum(e != 1 for e in trace.shapes[pair[1]]) > 2):
-            what = "with itself" if pair[0] == pair[1] else f"with a batch of matrices, {pair[1]}"
-            hint = "take one matrix as an argument of its own, and call the kernel for each"
-            raise SpecError(f"{function} multiplies {pair[0]} {what}", hint=hint)
+        pair = _pair(trace, function, left, right, {name for pair in pairs for name in pair})
         pairs[pair] = None
     if not pairs:
         hint = "a kernel is a product such as x @ w.T, and what is computed with it"
@@ -301,3 +264,50 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
         hint = "a kernel has one product: of one tensor with a weight, or with several"
         raise SpecError(f"the function multiplies {listed}", hint=hint)
     return first, second
+
+
+def _pair(
+    trace: Trace, function: str, left: Operand, right: Operand, used: set[str]
+) -> tuple[str, str]:
+    """The inputs that a product multiplies; `used` are those of products before it.
+
+    Raises:
+        SpecError: it multiplies something else.
+    """
+
+    def of(side: Operand, inner: Any) -> str:
+        held = [
+            x
+            for x, shape in trace.shapes.items()
+            if len(shape) > 1 and (inner in shape or math.prod(shape[:-1]) == inner)
+        ]
+        return next((x for x in held if x in side.inputs), "")
+
+    pair = of(left, left.shape[-1]), of(right, right.shape[-2])
+    for side, name in zip((left, right), pair, strict=True):
+        if len(side.inputs) == 1 and not name:
+            (whole,) = side.inputs
+            message = f"{function} multiplies {whole} in parts, or sums over several of its dims"
+            raise SpecError(message, hint=f"give {whole} as a matrix, with one dim to sum over")
+    made = next((s for s, x in zip((left, right), pair, strict=True) if not x), None)
+    for side, inner in ((left, left.shape[-1]), (right, right.shape[-2])):
+        over = [x for x in trace.shapes if x in side.inputs and inner in trace.shapes[x]]
+        if "" in side.inputs or not (side is made or len(over) > 1):
+            continue
+        some = " and ".join(over or sorted(side.inputs))
+        hint = "compute that in the call, and take it as an argument"
+        raise SpecError(f"{function} multiplies what it makes of {some}", hint=hint)
+    if made or any(len(side.inputs & used) > 1 for side in (left, right)):
+        raise SpecError(
+            "the function multiplies what a product gave; a kernel has one product",
+            hint="give the first product as an argument, or make a kernel of each",
+        )
+    if math.prod(left.shape) != math.prod(trace.shapes[pair[0]]):
+        hint = "give that part as the argument"
+        raise SpecError(f"{function} multiplies a part of {pair[0]}", hint=hint)
+    batch = right.shape[-2] in trace.shapes[pair[1]]
+    if pair[0] == pair[1] or (batch and sum(e != 1 for e in trace.shapes[pair[1]]) > 2):
+        what = "with itself" if pair[0] == pair[1] else f"with a batch of matrices, {pair[1]}"
+        hint = "take one matrix as an argument of its own, and call the kernel for each"
+        raise SpecError(f"{function} multiplies {pair[0]} {what}", hint=hint)
+    return pair
