@@ -1,2 +1,6 @@
-"""Accepted kernels under the names by which other frameworks look for them; docs/doors.md. Each
-module is for one framework, and is imported where that one is installed."""
+"""Accepted kernels under the names of other frameworks; docs/doors.md.
+
+Each module is for one framework, and is imported where that one is installed.
+
+Each module is for one framework, and is imported where that one is installed.
+"""

@@ -106,8 +106,11 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 class _Loss(torch.autograd.Function):
-    """Σ cross-entropy(x weightᵀ, targets) over rows, of x (M, K), weight (V, K), targets (M,) int64
-    and rows (M,) bool; float32.
+    """Σ cross-entropy(x weightᵀ, targets) over rows, in float32.
+
+    Takes x (M, K), weight (V, K), targets (M,) int64 and rows (M,) bool.
+
+    Takes x (M, K), weight (V, K), targets (M,) int64 and rows (M,) bool.
 
     Logits are held for some rows at a time, and gradients are taken while they are there. They are
     those of the sum, so that float16 holds them: a mean's are scaled in the backward pass.
@@ -147,7 +150,7 @@ def _gradient(on_gpu: bool) -> Any:
 
 
 def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, rows: Tensor) -> None:
-    """Put the gradient of the sum of rows' losses in the place of logits (M, V), which are rounded.
+    """Overwrite rounded logits (M, V) with the gradient of the summed loss.
 
     The softmax is that of the rounded ones: with the log-sum-exp of those before rounding alone, a
     row that is nearly sure would have a gradient of rounding errors.
@@ -159,7 +162,7 @@ def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, rows: Tensor) -> No
 
 
 def _sum_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b of 16-bit factors, in float32 and in the memory of total."""
+    """Add a b of 16-bit factors to `total`, in float32."""
     if not a.is_cuda:
         return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
     if total is None:

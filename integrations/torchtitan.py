@@ -23,7 +23,7 @@ from coda_agent.generated import gemm_swiglu
 
 
 class SwiGLU(FusedSwiGLU):
-    """torchtitan's feed-forward of one weight `w13` (F, 2, d), its gate and up by one kernel.
+    """torchtitan's feed-forward of one weight `w13` (F, 2, d), by one kernel.
 
     Parameters, initialisers, shardings and checkpoints are `FusedSwiGLU`'s: the rows of gate and
     up take turns there as the kernel wants them. Weights are bfloat16 or float16 when it runs.

@@ -1,4 +1,4 @@
-"""Activations and gates composed of atoms: plain arithmetic, so they work in all three readings."""
+"""Activations and gates composed of atoms, which all three readings have."""
 
 from __future__ import annotations
 

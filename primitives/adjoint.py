@@ -24,13 +24,13 @@ _ROUNDING = {"floor", "trunc", "round_even", *ROUNDINGS.values()}
 
 
 def meant(op: str) -> Op:
-    """The operation, or of one in PTX the vocabulary's own of that meaning, which has a rule."""
+    """Find an operation with a rule: of PTX, what it means."""
     meaning = op.removeprefix("ptx ").partition(":")[0]
     return OPS[meaning] if meaning in OPS else operation(op)
 
 
 def recorded(op: str, *args: Any) -> Any:
-    """An operation on values and numbers; of a gathered value nothing, since it is only stored."""
+    """Record an operation; of a gathered value, which is only stored, nothing."""
     if op == "gather":
         return 0.0
     if op in ("even", "odd"):
@@ -53,7 +53,7 @@ def adjoints(
     seeds: Mapping[int, Operand],
     leaves: Iterable[int],
 ) -> dict[int, Operand]:
-    """The gradient of each node on the way from `leaves` to the outputs.
+    """Record the gradient of each node from `leaves` to the outputs.
 
     Args:
         graph: The forward program's.
@@ -100,7 +100,7 @@ def adjoints(
 def _of_arguments(
     node: Node, z: Operand, given: list[Operand], gradient: Operand, wanted: set[int]
 ) -> Iterator[tuple[int, Operand]]:
-    """The gradients of an operation's arguments, of which `z` is the value, by their nodes."""
+    """Record the gradients of an operation's arguments; `z` is its value."""
     name, args = node.op.split(" ")[0], node.args
     rule = meant(node.op).derivative
     if rule is None or node.op in _ROUNDING or name.startswith("stochastic"):
@@ -127,7 +127,7 @@ def _of_arguments(
 
 
 def _of_group(name: str, op: str, gradient: Operand) -> Operand:
-    """The gradient of the argument of a statistic of groups, or of a turned one."""
+    """Record the gradient of the argument of a group's statistic or turn."""
     width = int(op.split()[1])
     if name not in ("group_sum", ROTATED):
         raise ProgramError(

@@ -1,4 +1,4 @@
-"""The auxiliary reduction of a delayed RMSNorm: from one kernel's partials to the next one's scale.
+"""The auxiliary reduction of a delayed RMSNorm: partials become a scale.
 
 A kernel called with `block_size=` writes one number for each row and block of columns. They are
 folded on a GPU in one launch (`fold.py`), elsewhere in plain torch.
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def rstd(partials: torch.Tensor, *, n: int, block: int, eps: float = 1e-6) -> torch.Tensor:
-    """1 / √(mean + eps) of each row, the scale of a delayed RMSNorm (paper, kernel 4).
+    """Compute the scale of a delayed RMSNorm, 1 / √(mean + eps).
+
+    It is of each row; kernel 4 of the paper has it.
+
+    It is of each row; kernel 4 of the paper has it.
 
     Args:
         partials: (…, M, ⌈n / block⌉) float32, `RowMean` partials of squares.

@@ -1,4 +1,4 @@
-"""The vocabulary as data: what an author is shown, taken from the docstrings themselves."""
+"""The vocabulary as data, for authors, out of the docstrings."""
 
 from __future__ import annotations
 

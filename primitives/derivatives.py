@@ -113,7 +113,7 @@ def minus(x: Operand, y: Operand) -> Operand:
 
 
 def times(x: Operand, y: Operand) -> Operand:
-    """x · y, its number first taken into a product's own: 2·(3·x) is 6·x."""
+    """Record x · y; products take numbers in: 2·(3·x) is 6·x."""
     if isinstance(y, Value) and not isinstance(x, Value):
         x, y = y, x
     if _is(y, 0) or _is(y, 1):
@@ -132,5 +132,5 @@ def times(x: Operand, y: Operand) -> Operand:
 
 
 def chained(outer: Callable[[Any, Any], Operand]) -> Callable[..., Operand]:
-    """The rule of a function of one argument: `outer` gives its slope from its value and x."""
+    """Make the rule of a function; `outer` gives its slope."""
     return lambda z, x, dx: times(outer(z, x), dx)

@@ -70,7 +70,7 @@ def _condition(*_: Edge) -> Edge:
 
 
 def _at_zero(x: Edge) -> Edge:
-    """The edge of a function that is 0 at 0, and not finite of every finite value."""
+    """Give the edge of what is 0 at 0, maybe infinite elsewhere."""
     return Edge(x.zero, x.zero)
 
 
@@ -93,8 +93,14 @@ def _sinh_slope(z: Value, x: Value) -> Operand:
 def _library(
     name: str, slope: Callable[[Any, Any], Operand], edge: Callable[..., Edge] = unknown
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define a function of one value that CUDA's library has; `slope` is its derivative, from its
-    value and its argument. On an H200 these err by 5.2 · 2⁻²⁴ of the result at most."""
+    """Define a function of one value that CUDA's library has.
+
+    `slope` is its derivative, from its value and its argument. On an H200 these err by 5.2 · 2⁻²⁴
+    of the result at most.
+
+    `slope` is its derivative, from its value and its argument. On an H200 these err by 5.2 · 2⁻²⁴
+    of the result at most.
+    """
     return elementwise(
         function(name),
         flops=12,

@@ -1,11 +1,11 @@
-"""The exception tree. Each error is one line: what was wrong, what was expected, how to mend it."""
+"""The exception tree: one line each, with what to do."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 
 class CodaError(Exception):
-    """Base of every error a user can cause or meet; the CLI prints it and exits with `exit_code`.
+    """Base of every error of a user's; the CLI exits with `exit_code`.
 
     Args:
         message: What was wrong and what was expected, in one line.
@@ -24,7 +24,7 @@ class CodaError(Exception):
 
 
 class SpecError(CodaError):
-    """A spec file that cannot be used: unreadable, malformed, or disagreeing with its reference."""
+    """A spec that is unreadable, malformed, or at odds with its reference."""
 
 
 class ProgramError(CodaError):
@@ -32,7 +32,7 @@ class ProgramError(CodaError):
 
 
 class Fault(NamedTuple):
-    """One thing wrong with a text: what, on which line, and how to mend it."""
+    """One thing wrong with a text: what, on which line, its remedy."""
 
     message: str
     line: int
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
 
 class TextError(ProgramError):
-    """A text that is no program; `faults` has all that is wrong with it, the message the first."""
+    """A text that is no program; `faults` has all, the message one."""
 
     faults: Sequence[Fault] = ()
 
@@ -54,11 +54,11 @@ class TextError(ProgramError):
 
 
 class LaunchError(CodaError, ValueError):
-    """Tensors a kernel cannot take: wrong shape, dtype, device, layout or block size."""
+    """Tensors that a kernel cannot take, by shape, dtype, device or layout."""
 
 
 class ArgumentError(LaunchError, TypeError):
-    """A kernel's call without one of its inputs, or with another than these."""
+    """A call of a kernel without an input, or with unknown ones."""
 
 
 class CompileError(CodaError):
@@ -66,15 +66,15 @@ class CompileError(CodaError):
 
 
 class WorkspaceError(CodaError):
-    """No usable workspace or git repository, or nothing known by the given name."""
+    """No usable workspace or git repository, or an unknown name in it."""
 
 
 class MachineError(CodaError):
-    """The machine lacks something a command needs (a GPU, a tool, a package)."""
+    """A machine without what a command needs, such as a GPU."""
 
     exit_code = 3
 
 
 def no_hopper(hint: str) -> MachineError:
-    """The error of every command that needs a GPU where there is none; `hint` is what to do."""
+    """Make the error of a command that needs a GPU."""
     return MachineError("this needs a Hopper GPU (H100, H200), and none is here", hint=hint)

@@ -1,4 +1,4 @@
-"""What atoms are lowered to: functions of CuTeDSL and quack on Float32, in their fast forms."""
+"""What atoms are lowered to: fast functions on CuTeDSL's Float32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _math = partial(imported, "cutlass.cute.math")
 
 
 def function(name: str) -> Callable[..., Any]:
-    """A function of Float32 values in CUDA's library, right to a few units in the last place."""
+    """Make a call of CUDA's library, right to a few last places."""
 
     def call(*args: Any) -> Any:
         from cutlass import Float32
@@ -34,7 +34,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def binary(name: str) -> Callable[..., Any]:
-    """A binary arith operation on Float32; the NaN-propagating forms are one FMNMX.NAN on SM90."""
+    """Make a call of arith; NaN-propagating forms are one FMNMX.NAN on SM90."""
 
     def call(x: Any, y: Any) -> Any:
         from cutlass import Float32
@@ -84,7 +84,7 @@ def select(condition: Any, x: Any, y: Any) -> Any:
 
 
 def remainder(x: Any, y: Any) -> Any:
-    """x less a whole multiple of y, with the sign of x, for |x / y| < 2²²."""
+    """Compute the remainder of a quotient below 2²², with x's sign."""
     from cutlass import Float32
 
     size, unit = absolute_value(Float32(x)), absolute_value(Float32(y))
@@ -104,7 +104,12 @@ _TANGENT = (
 
 
 def tangent(x: Any) -> Any:
-    """The tangent for |x| < 2²²: x less quarter turns, in two parts, then a polynomial."""
+    """Compute the tangent, for |x| < 2²².
+
+    Quarter turns come off in two parts; the rest is a polynomial.
+
+    Quarter turns come off in two parts; the rest is a polynomial.
+    """
     from cutlass import Float32
 
     quarters = nearest(Float32(x) * (2 / math.pi))
@@ -119,7 +124,7 @@ def tangent(x: Any) -> Any:
 
 
 def exponential_less_one(x: Any) -> Any:
-    """eˣ - 1: where |x| < 1/2 its power series, to 2⁻²⁶ of the result."""
+    """Compute eˣ - 1: its series near 0, to 2⁻²⁶ of it."""
     from cutlass import Float32
 
     x, series = Float32(x), 1 / math.factorial(9)
@@ -138,7 +143,7 @@ def fused(x: Any, y: Any, z: Any) -> Any:
 
 
 def assembly(code: str, arity: int = 1) -> Callable[..., Any]:
-    """PTX on float32 registers, `$0` the result and `$1` … the arguments, as a function."""
+    """Make a function of PTX: `$0` the result, `$1` … the arguments."""
 
     def call(*args: Any) -> Any:
         from cutlass import Float32

@@ -1,4 +1,4 @@
-"""One launch that folds the partials of all reductions of a call on a GPU.
+"""One launch that folds all partials of a call on a GPU.
 
 PyTorch takes two launches for a scaled sum and more for a log-sum-exp: the cross-entropy loss from
 the partials of 8192 rows of 32768 logits took 59 us with its own, and 30 us with this (H200).
@@ -100,7 +100,7 @@ _KEPT = 1024
 
 
 class _Absent:
-    """What compiling asks of a driver, for a GPU that is not here."""
+    """A driver, as compiling needs it, of a GPU elsewhere."""
 
     def __init__(self, capability: int, device: int) -> None:
         self._target, self._device = GPUTarget("cuda", capability, 32), device
@@ -126,7 +126,7 @@ def _absent(capability: int = 90, device: int = -1) -> Iterator[None]:
 
 
 def fold(raw: torch.Tensor, combine: str, weight: float, eps: float = 0.0) -> torch.Tensor:
-    """Fold float32 `raw` (…, folded), any strides, over its last dimension, in such a `Way`.
+    """Fold float32 `raw` (…, folded), any strides, in such a `Way`.
 
     Args:
         raw: The partials, on a GPU; or on the meta device, for which the kernel of a Hopper GPU is
@@ -137,8 +137,14 @@ def fold(raw: torch.Tensor, combine: str, weight: float, eps: float = 0.0) -> to
 
 
 def compiled(raw: torch.Tensor, combine: str, capability: int) -> Any:
-    """What Triton makes of a fold of `raw` (kept, folded) on the meta device, for GPUs of a compute
-    capability such as 90. It names no lines of source, so equal code gives equal bytes."""
+    """Compile a fold of `raw` (kept, folded), on the meta device.
+
+    It is for GPUs of a compute capability such as 90. It names no lines of source, so equal code
+    gives equal bytes.
+
+    It is for GPUs of a compute capability such as 90. It names no lines of source, so equal code
+    gives equal bytes.
+    """
     grid, rest = prepared([raw], [(combine, 1.0, 0.0)])
     out = raw.new_empty(raw.shape[:1])
     # Triton keeps what it compiled by the number of the device.
@@ -164,9 +170,12 @@ def prepared(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> tuple[Any, tu
 
 
 def folding(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> Folds:
-    """What folds float32 `raws` (kept, folded), each in its way, in one launch; and tensors at
-    whose addresses others lie as they do. For their layouts' first time they are folded here
-    too."""
+    """Find what folds float32 tensors like `raws` in one launch.
+
+    They are (kept, folded), each with its way. A layout's first `raws` are folded here, too.
+
+    They are (kept, folded), each with its way. A layout's first `raws` are folded here, too.
+    """
     device = raws[0].device
     layouts = [(t.shape, t.stride(), t.data_ptr() & 15) for t in raws]
     key = (device, *layouts, *ways)

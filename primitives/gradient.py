@@ -1,4 +1,4 @@
-"""Gradients of a program at run time: the adjoint of its graph, evaluated by PyTorch.
+"""Gradients of a program at run time: its adjoint, evaluated by PyTorch.
 
 - What is computed is the chain rule over the graph (`adjoint.py`), in float32, rounded once.
 - Of the forward pass it reads what is stored. A stored tile stands for the value that was rounded
@@ -54,7 +54,7 @@ KEPT = "kept"
 
 
 def extremum(kind: type) -> bool:
-    """Whether an output is one, whose gradient goes to the place that has it."""
+    """Tell whether an output is one: its gradient goes to one place."""
     return issubclass(kind, Reduction) and kind.combine in ("max", "min")
 
 
@@ -83,7 +83,7 @@ class Gradient:
     def of(
         cls, program: Program, wanted: Sequence[str], given: Sequence[str], stored: Sequence[str]
     ) -> Gradient:
-        """The gradient of `program`; of its outputs the tiles `stored` may be read.
+        """Derive a program's gradient, which may read the outputs `stored`.
 
         Raises:
             ProgramError: an operation or an output on the way has no derivative; says which.
@@ -131,7 +131,7 @@ class Gradient:
         product: torch.Tensor | None = None,
         block_size: int | None = None,
     ) -> list[torch.Tensor]:
-        """The gradients `wanted`, in the shapes of operands with one dimension of rows.
+        """Compute the gradients `wanted`, with one dimension of rows.
 
         Args:
             size: M and N.
@@ -195,7 +195,7 @@ class Gradient:
     def _spread(
         self, o: str, value: torch.Tensor, product: torch.Tensor, block_size: int | None
     ) -> torch.Tensor:
-        """An output, or its gradient, over the tile whose value it takes or folds."""
+        """Spread an output, or its gradient, over the tile that it folds."""
         import torch
 
         kind, (m, n) = self.program.outputs[o], product.shape
@@ -218,8 +218,11 @@ class Gradient:
 
 
 def keeping(program: Program, given: Sequence[str], stored: Sequence[str]) -> Program | None:
-    """The program with an output more, the tile `KEPT`, without which gradients of its tensors need
-    the accumulator. It is the last value with which they do not.
+    """Store one tile more where gradients would need the accumulator.
+
+    It is `KEPT`, the last value with which those of tensors do not.
+
+    It is `KEPT`, the last value with which those of tensors do not.
 
     Args:
         program: The program.
@@ -258,7 +261,7 @@ def gradient_of(o: str) -> str:
 def _under(
     forward: Graph, values: Sequence[Operand], known: Mapping[int, Value]
 ) -> dict[int, Value]:
-    """Values that are known since what they are times a row's scale is."""
+    """Find values known by their product with a row's scale."""
     vary = dependents(forward, [i for i, n in enumerate(forward.nodes) if n.op == "acc"])
     found: dict[int, Value] = {}
     for i in sorted(known, reverse=True):
@@ -301,7 +304,7 @@ def _own_size(kind: type) -> bool:
 
 
 def _folded(kind: type, gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The gradient of an operand, out of that of each place that reads it."""
+    """Fold the gradients of all places that read an operand."""
     if _own_size(kind):
         import torch
 

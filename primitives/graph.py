@@ -18,7 +18,7 @@ from coda_agent.primitives.errors import ProgramError
 
 
 class Shape(Enum):
-    """How a value varies over the output: which of M and N (or N/2) it depends on."""
+    """How a value varies over the output: with M, N, N/2."""
 
     SCALAR = "()"
     COL = "(M, 1)"
@@ -146,7 +146,7 @@ class Graph:
 
 
 class Value:
-    """A symbolic value; only the vocabulary and + - * / apply to it."""
+    """A symbolic value, for the vocabulary and + - * / alone."""
 
     __slots__ = ("graph", "index")
 
@@ -206,7 +206,7 @@ Operand = Value | int | float
 
 
 def record(name: str, *args: Operand) -> Value:
-    """Record operation `name` on `args`, of which at least one is a `Value`.
+    """Record operation `name` on `args`, one of which is a `Value`.
 
     Raises:
         ProgramError: an argument is neither a value nor a number, or widths do not match.

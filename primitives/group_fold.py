@@ -1,4 +1,4 @@
-"""Statistics of groups of columns in a kernel; only the lowering imports this.
+"""Statistics of groups of columns in a kernel; for the lowering alone.
 
 - quack visits the accumulator once before it stores, for statistics (its prepass). Here that visit
   keeps the values, which stay in registers, and at its end folds each statistic.
@@ -56,9 +56,16 @@ def replayed(
     statistic: Callable[[int, list[Any]], list[Any]],
     known: Mapping[int, list[Any]],
 ) -> list[list[Any]]:
-    """Every node of `graph` at every element, which is an accumulator and operands; `apply` gives
-    operations their meaning, and `statistic` that of a node, element by element, of its argument's
-    values. Some nodes' values are `known`."""
+    """Compute every node of `graph` at every element.
+
+    An element is an accumulator and operands. `apply` gives operations their meaning, and
+    `statistic` that of a node, element by element, of its argument's values. Some nodes' values are
+    `known`.
+
+    An element is an accumulator and operands. `apply` gives operations their meaning, and
+    `statistic` that of a node, element by element, of its argument's values. Some nodes' values are
+    `known`.
+    """
     found: list[list[Any]] = []
     groups = spans(graph)
     for i, node in enumerate(graph.nodes):
@@ -80,15 +87,14 @@ def replayed(
 
 
 def _lanes(values: Any, i: int, kind: str, width: int) -> Any:
-    """What a fragment holds of an element, or of a pair; of a row's number one."""
+    """Take an element, a pair, or a row's number from a fragment."""
     if kind == "scalar":
         return values
     return values[i] if width == 1 or kind == "col" else Pair(values[i], values[i + 1])
 
 
 def _below(graph: Graph, node: int) -> Graph:
-    """What a statistic's argument is computed from; other statistics are operands there, named by
-    their nodes."""
+    """Cut out what a statistic's argument follows from; other statistics become operands."""
     nodes = [*graph.nodes]
     for i in spans(graph):
         nodes[i] = Node("operand", (), nodes[i].shape, str(i))
@@ -96,10 +102,15 @@ def _below(graph: Graph, node: int) -> Graph:
 
 
 class _Values:
-    """Values at a thread's elements, each an accumulator (or a pair of them) that stays in its
-    register: what follows from it is computed where it is read, and operands are loaded for it
-    there. A copy for each element leaves no registers: with them the rotation of a normalised head
-    spilled 2.3 KB a thread, and took 1008 us of an H200 where the product takes 343 (2026-11-22).
+    """Values at a thread's elements, computed where they are read.
+
+    Each accumulator, or pair, stays in its register. A copy for each element leaves no registers:
+    with them the rotation of a normalised head spilled 2.3 KB a thread, and took 1008 us of an H200
+    where the product takes 343 (2026-11-22).
+
+    Each accumulator, or pair, stays in its register. A copy for each element leaves no registers:
+    with them the rotation of a normalised head spilled 2.3 KB a thread, and took 1008 us of an H200
+    where the product takes 343 (2026-11-22).
 
     Attributes:
         totals: Of each statistic that was folded, by row and group.
@@ -125,7 +136,7 @@ class _Values:
         self.totals[node] = {key: exchanged(which, total, lanes) for key, total in found.items()}
 
     def of(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
-        """A statistic at an element; operands that were loaded for it are `held`."""
+        """Give a statistic at an element; its loaded operands are `held`."""
         if node in self.totals:
             return self.totals[node][self._key(node, coord, i)]
         row, column = self.places.of(coord, i)
@@ -170,7 +181,7 @@ class _Values:
 
 
 def with_groups(base: Any, replay: Any) -> dict[str, Any]:
-    """Methods of a kernel class that give `replay`, the program's, its groups' statistics."""
+    """Make methods of a kernel class that give `replay` its groups' statistics."""
     graph, names = replay.program.graph, replay.names
     groups = spans(graph)
     paired = 2 if replay.program.paired else 1

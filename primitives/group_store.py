@@ -1,4 +1,4 @@
-"""Where groups of columns lie in a thread's registers, and the store of an element of each.
+"""Where groups of columns lie in a thread's registers, and their store.
 
 Only the lowering imports this.
 """
@@ -36,8 +36,12 @@ class Fragments:
 
 
 class Places(Fragments):
-    """Where groups of columns lie in them: an element's column is that of its offset plus less
-    than 8, the thread's place in its quad."""
+    """Where groups of columns lie in them.
+
+    An element's column is that of its offset plus less than 8, the thread's place in its quad.
+
+    An element's column is that of its offset plus less than 8, the thread's place in its quad.
+    """
 
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)
@@ -48,13 +52,13 @@ class Places(Fragments):
             raise NotImplementedError("its warps share rows, and with them groups of columns")
 
     def of(self, coord: Any, i: int) -> tuple[Any, int]:
-        """Which of the thread's rows, and the column in the tile, of element `i` of a subtile."""
+        """Give the thread's row, and the tile's column, of a subtile's element."""
         rows, columns = self.offsets
         return (coord[0], rows[i]), coord[1] * self.columns + columns[i]
 
 
 class GroupStore(EpiOp):
-    """Stores the value in the first column of each group, from the registers that hold it."""
+    """A store of each group's first column, out of its register."""
 
     fn_port = "sink"
 

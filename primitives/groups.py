@@ -127,7 +127,7 @@ for _which in ("sum", "max", "min", ROTATED):
 
 
 def spans(graph: Graph) -> dict[int, int]:
-    """How many columns of the accumulator a group has, by the statistic's node."""
+    """Count the accumulator's columns in each statistic's group, by its node."""
     found = {}
     for i, node in enumerate(graph.nodes):
         if node.op in GROUPS:
@@ -136,7 +136,7 @@ def spans(graph: Graph) -> dict[int, int]:
 
 
 def statistics(graph: Graph) -> Graph:
-    """What of a graph its groups' statistics need, each an output named by its node there."""
+    """Cut out what statistics need: outputs that are named by their nodes."""
     below = Graph(graph.nodes, {str(i): i for i in spans(graph)})
     return below.prune()
 
@@ -161,7 +161,7 @@ def check(graph: Graph, operands: Mapping[str, type[Operand]], wide: bool) -> No
 
 
 class GroupTile(Output):
-    """An output (M, N / width) of one element for each group of adjacent columns.
+    """An output (M, N / width): one element a group of columns.
 
     Attributes:
         width: Columns a group.

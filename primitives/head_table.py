@@ -1,4 +1,4 @@
-"""A table repeated over heads and sequences, loaded through TMA; only the lowering imports this.
+"""A table repeated over heads and sequences, by TMA; for the lowering.
 
 quack's `RotaryCosSinTMALoad` wraps the table over the columns of one tile, which must be a multiple
 or a divisor of the head. Here each subtile of the epilogue wraps by itself, over columns and rows,
@@ -16,7 +16,7 @@ from quack.epilogue.rotary import RotaryCosSinTMALoad
 
 
 class HeadTableLoad(RotaryCosSinTMALoad):
-    """A tile load whose element (m, n) is table element (m % S, n % head_dim)."""
+    """A tile load of table elements (m % S, n % head_dim)."""
 
     def load_g2s_copy_fn(
         self,

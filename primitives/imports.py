@@ -1,4 +1,4 @@
-"""What makes the first call of a kernel quicker where nothing has to be compiled."""
+"""A quicker first call of a kernel, where nothing is compiled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def import_quack() -> None:
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """`decorate`, which a function of quack's is given to at its first call."""
+    """Give quack's function to `decorate` at its first call."""
 
     @functools.wraps(decorate)  # quack looks at its parameters
     def later(function: Any = None, **options: Any) -> Any:
@@ -52,7 +52,7 @@ def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Dynamo(ModuleType):
-    """torch._dynamo, which is imported for all but the mark that quack puts on one function."""
+    """torch._dynamo, imported for all but the mark on one function of quack's."""
 
     @staticmethod
     def assume_constant_result(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reading 3: what a program costs and what may be done with it, from the graph alone."""
+"""Reading 3: what a program costs and allows, from the graph alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Ceiling:
 
 
 def datasheet(gemm_bytes: int) -> Ceiling:
-    """An H200's by its datasheet: 990 TFLOP/s in 16 bits, twice that in 8; 4.8 TB/s."""
+    """Give an H200's ceiling: 990 TFLOP/s in 16 bits; 4.8 TB/s."""
     return Ceiling(990e12 * 2 / gemm_bytes, 4.8e12)
 
 
@@ -96,8 +96,11 @@ def launches(
     *,
     raw: bool = False,
 ) -> int:
-    """Kernels, fills and copies that one call runs on the device, given operands it can load as
-    they are.
+    """Count the kernels, fills and copies that one call runs.
+
+    Its operands can be loaded as they are.
+
+    Its operands can be loaded as they are.
 
     The first call of a stream that splits K runs one more, and so does a CUDA graph of such a call:
     it clears the flags at which the parts meet.

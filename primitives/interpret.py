@@ -29,7 +29,11 @@ def evaluate(
     operands: Mapping[str, Any],
     touch: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Replay `graph` on tensors that broadcast against `acc` (M, N); one value for each node.
+    """Replay `graph` on tensors that broadcast against `acc` (M, N).
+
+    There is one value for each node.
+
+    There is one value for each node.
 
     What `touch` returns of an operation's result takes its place.
     """
@@ -95,7 +99,7 @@ def interpret(
 
 
 def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`value` as the kernel's store converts it: to e4m3 with saturation, where torch gives NaN."""
+    """Convert as the kernel's store, which saturates where torch gives NaN."""
     import torch
 
     largest = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""What every kind of operand and output has: its dims and types, and how each reading treats it.
+"""What every kind of operand and output has, for all readings.
 
 The kinds themselves are in `resources.py` and `reductions.py`. They are markers: an operand kind is
 a value to a type checker, so that programs check, and nothing makes instances. All methods are of
@@ -44,14 +44,19 @@ class Resource:
 
     @classmethod
     def named(cls, m: str, n: str) -> tuple[str, ...]:
-        """Its shape where M and N are called so; a dim of its own says that it is."""
+        """Write its shape with these names of M and N.
+
+        A dim of its own says that it is.
+
+        A dim of its own says that it is.
+        """
         words = {"M": m, "N": n, "2*N": f"2*{n}"}
         own = (d.replace("N", n, 1) if d.startswith("N/") else f"{d} of its own" for d in cls.dims)
         return tuple(words.get(d, other) for d, other in zip(cls.dims, own, strict=True))
 
     @classmethod
     def fault(cls, value: Any, lead: tuple[int, ...], n: int) -> str:
-        """What is wrong with a caller's tensor, M being `lead` in it; empty if nothing is."""
+        """Say what is wrong with a caller's tensor; `lead` is M."""
         got = tuple(value.shape) if hasattr(value, "shape") else value
         expected = cls.extents(0, n)
         if cls.dims[0] == "M":
@@ -88,14 +93,14 @@ class Operand(Resource, Value):
 
     @classmethod
     def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
-        """The operand in the type of the accumulator, in a shape that broadcasts against it."""
+        """Cast it to the accumulator's type, against which it broadcasts."""
         import torch
 
         return torch.as_tensor(value, dtype=acc.dtype, device=acc.device)
 
     @classmethod
     def load(cls, name: str) -> Any:
-        """quack's operation that loads it, where it is not the GEMM's own C."""
+        """Make quack's operation that loads it, unless the GEMM's C does."""
         from quack.epilogue import ops
 
         return getattr(ops, cls.loader)(name)
@@ -128,8 +133,11 @@ class Output(Resource):
 
     @classmethod
     def store(cls, lowering: Any, o: str) -> Any:
-        """What stores output `o`, where it is not the GEMM's own D: a sink or a store of quack's,
-        or a name, for its plain store.
+        """Make what stores output `o`, unless the GEMM's D does.
+
+        That is a sink or a store of quack's, or a name, for its plain store.
+
+        That is a sink or a store of quack's, or a name, for its plain store.
 
         Args:
             lowering: The `lower.Replay` of the program.

@@ -1,4 +1,4 @@
-"""Reading 2: lower a program to a CuTeDSL kernel through quack's epilogue machinery.
+"""Reading 2: lower a program to a CuTeDSL kernel by quack's epilogues.
 
 - The graph is replayed at trace time, once for each accumulator element, or for each adjacent pair
   in a paired program.
@@ -77,8 +77,12 @@ _BOUND: dict[tuple[str, int], Any] = {}
 
 
 def lower(program: Program, tile_n: int) -> Any:
-    """quack's module for `program`, with reduction blocks of `tile_n` columns; it knows tensors by
-    their `kernel_names`."""
+    """Find quack's module for `program`, with reduction blocks of `tile_n` columns.
+
+    It knows tensors by their `kernel_names`.
+
+    It knows tensors by their `kernel_names`.
+    """
     # Only a mean bakes the block into the kernel: all else shares one module, and its compiled
     # objects, over tiles. Kernel-side names are positional, so programs of one digest share it too.
     block = tile_n if any(k.mean for k in program.reductions.values()) else 0
@@ -89,7 +93,11 @@ def lower(program: Program, tile_n: int) -> Any:
 
 
 def kernel_names(program: Program) -> dict[str, str]:
-    """Kernel-side names: c and D for what the GEMM's own load and store carry, then positions.
+    """Name tensors in the kernel: c and D, then positions.
+
+    What the GEMM's own load and store carry is c and D.
+
+    What the GEMM's own load and store carry is c and D.
 
     Interned, because quack's object cache hashes a pickle, and pickle writes two equal strings
     differently when they are not one object: else a second process, or tile, misses the cache.
@@ -199,7 +207,7 @@ class Replay:
 
 
 def _lifted(x: Any, like: Any) -> Any:
-    """A number as a value shaped like `like` (a Float32, or packed lanes)."""
+    """Make a number a value like `like`, a Float32 or packed lanes."""
     from cutlass import Float32
     from quack.epilogue.math import F2
 
@@ -210,7 +218,7 @@ def _lifted(x: Any, like: Any) -> Any:
 
 
 def apply(name: str, *args: Any) -> Any:
-    """Apply an operation to Float32 scalars, to `Pair`s lane by lane, or to packed f32x2 lanes."""
+    """Apply an operation to Float32 scalars, `Pair`s, or packed f32x2 lanes."""
     from quack.epilogue.math import F2, Pair
 
     op = operation(name)
@@ -230,8 +238,12 @@ def apply(name: str, *args: Any) -> Any:
 def zero_preserving(
     graph: Graph, operands: Mapping[str, type[Operand]], *, past_rows: bool = False
 ) -> list[bool]:
-    """For each node: is it exactly 0 in columns past N, or in rows past M, where the accumulator
-    reads 0?"""
+    """Tell which nodes are 0 past the last column, or row.
+
+    The accumulator reads 0 there.
+
+    The accumulator reads 0 there.
+    """
     edges: list[Edge] = []
     for n in graph.nodes:
         match n.op:

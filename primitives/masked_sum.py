@@ -1,4 +1,9 @@
-"""Sums that ignore what lies past the last row or column; only the lowering imports this."""
+"""Sums of what lies before the last row's or column's end.
+
+Only the lowering imports this.
+
+Only the lowering imports this.
+"""
 
 from __future__ import annotations
 

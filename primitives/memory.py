@@ -1,5 +1,9 @@
-"""Device memory of a call, from torch's caching allocator. Exports take this module: it needs torch
-alone."""
+"""Device memory of a call, by torch's allocator; exports take this module.
+
+It needs torch alone.
+
+It needs torch alone.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,12 @@ _FLAGS: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """What makes an uninitialised tensor of a shape, strides and a dtype on `device`, which is the
-    current one."""
+    """Find what makes uninitialised tensors, of shape, strides and dtype.
+
+    `device` is the current one.
+
+    `device` is the current one.
+    """
     import torch
     from torch._C._dynamo import guards
 
@@ -36,8 +44,14 @@ def parts_meet(
     cluster: tuple[int, int],
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the CTAs that share an output tile meet: a flag and float32 sums for each tile of the
-    kernel's output, in whole clusters and in quack's layout; the sums need no first value."""
+    """Make flags and float32 sums, where an output tile's CTAs meet.
+
+    There is one of each for each tile of the kernel's output, in whole clusters and in quack's
+    layout; the sums need no first value.
+
+    There is one of each for each tile of the kernel's output, in whole clusters and in quack's
+    layout; the sums need no first value.
+    """
     import torch
 
     down = -(-rows // (tile[0] * cluster[0])) * cluster[0]
@@ -56,9 +70,16 @@ def parts_meet(
 
 
 def _flags(count: int, device: torch.device) -> torch.Tensor:
-    """Flags of the current stream. They stay, so another thread allocates them: what this one does
-    when torch.compile first runs what it will capture comes of the graph's own memory, of which it
-    knows each piece that stays, or raises."""
+    """Find the current stream's flags.
+
+    They stay, so another thread allocates them: what this one does when torch.compile first runs
+    what it will capture comes of the graph's own memory, of which it knows each piece that stays,
+    or raises.
+
+    They stay, so another thread allocates them: what this one does when torch.compile first runs
+    what it will capture comes of the graph's own memory, of which it knows each piece that stays,
+    or raises.
+    """
     import torch
 
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index), count
@@ -75,8 +96,11 @@ def _flags(count: int, device: torch.device) -> torch.Tensor:
 
 
 def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
-    """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the
-    kernel's loads. quack holds vectors to four elements, which are 32 bytes of int64.
+    """Give `t`, or a copy where the kernel's loads need one.
+
+    It is 1-D or 2-D. quack holds vectors to four elements, which are 32 bytes of int64.
+
+    It is 1-D or 2-D. quack holds vectors to four elements, which are 32 bytes of int64.
 
     Args:
         t: The tensor.

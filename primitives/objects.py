@@ -1,4 +1,4 @@
-"""Caches: where compiled objects are kept, by which sources; text files, read and written."""
+"""Caches of compiled objects, keyed by sources; text files, read and written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 @lru_cache
 def fingerprint(*folders: str) -> str:
-    """SHA-256 of all Python sources in `folders` of this package, which key what a cache keeps."""
+    """Hash all Python sources in `folders` of this package, as caches' keys."""
     hashed = hashlib.sha256()
     for file in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
         hashed.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes() + b"\0")
@@ -34,7 +34,7 @@ def user_cache() -> Path:
 
 
 def cache_directory() -> Path:
-    """Where compiled objects are kept: `$QUACK_CACHE_DIR`, or a folder of the user's cache."""
+    """Find where compiled objects are kept: `$QUACK_CACHE_DIR`, or the user's cache."""
     given = os.environ.get("QUACK_CACHE_DIR")
     return Path(given) if given else user_cache() / "quack"
 
@@ -58,16 +58,21 @@ def writable_cache() -> Path:
 
 
 def use_cache() -> None:
-    """Point quack's object cache at ours, also in a process that already imported quack."""
+    """Point quack's object cache at ours, even where quack is imported."""
     import quack.cache
 
     quack.cache.CACHE_DIR = str(cache_directory())
 
 
 def cached(build: Callable[[], T]) -> T:
-    """What `build` gives, compiled or found in quack's object cache: in the folder that somebody
-    chose, else in `cache_directory`. One that cannot be written to is still read; what it lacks is
-    then compiled for this process alone."""
+    """Build by quack's object cache: the folder somebody chose, else `cache_directory`.
+
+    One that cannot be written to is still read; what it lacks is then compiled for this process
+    alone.
+
+    One that cannot be written to is still read; what it lacks is then compiled for this process
+    alone.
+    """
     import quack.cache as state
 
     if state.CACHE_DIR is None:
@@ -95,7 +100,7 @@ def _say_not_kept(folder: str, why: str) -> None:
 
 
 def text_of(path: Path, hint: str = "", kind: type[CodaError] = CodaError) -> str:
-    """Read a user's file, without the byte-order mark that some editors begin it with.
+    """Read a user's file, without a byte-order mark.
 
     Raises:
         CodaError: of this `kind`; it cannot be read.
@@ -108,7 +113,7 @@ def text_of(path: Path, hint: str = "", kind: type[CodaError] = CodaError) -> st
 
 
 def reason(error: Exception) -> str:
-    """Say in one line why a file is not what it should hold: of a record, its first wrong field."""
+    """Say in one line why a file is not what it should."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
@@ -119,7 +124,12 @@ def reason(error: Exception) -> str:
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Open a file to append to; not through a link, which may lead anywhere in a clone."""
+    """Open a file to append to, but not through a link.
+
+    One in a clone may lead anywhere.
+
+    One in a clone may lead anywhere.
+    """
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)

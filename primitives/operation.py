@@ -1,4 +1,4 @@
-"""What an operation of the vocabulary is: one record, which every reading and the judge ask."""
+"""What an operation is: one record, for every reading and the judge."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Degree(IntEnum):
 
 
 class Edge(NamedTuple):
-    """What is known of a value past the last row or column: is it exactly 0, is it finite?"""
+    """Whether a value past the edge is 0, and whether finite."""
 
     zero: bool
     finite: bool
 
 
 def kept(*values: Edge) -> Edge:
-    """The edge of an operation that gives 0 of zeros and a finite number of finite ones."""
+    """Give the edge of what keeps zeros 0 and finite numbers finite."""
     return Edge(all(v.zero for v in values), all(v.finite for v in values))
 
 
@@ -40,7 +40,7 @@ def unknown(*_: Edge) -> Edge:
 
 
 def additive(*values: Degree) -> Degree:
-    """The degree of a sum, of a negation, and of what only moves values."""
+    """Give the degree of a sum, a negation or a move."""
     return values[0] if len({*values}) == 1 else max(*values, Degree.AFFINE)
 
 
@@ -106,8 +106,12 @@ PLACED: dict[str, Op] = {}
 def elementwise(
     cute: Callable[..., Any], **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an atom: the decorated function is its meaning in torch, `cute` its lowering, and
-    `facts` are further fields of `Op`."""
+    """Define an atom, whose meaning in torch is the decorated function.
+
+    `cute` is its lowering, and `facts` are further fields of `Op`.
+
+    `cute` is its lowering, and `facts` are further fields of `Op`.
+    """
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         name, signature = fn.__name__, inspect.signature(fn)
@@ -130,7 +134,7 @@ def elementwise(
 
 
 def as_tensors(*values: Any) -> tuple[Any, ...]:
-    """Numbers among `values` as tensors, in the type and on the device of the first tensor."""
+    """Make numbers among `values` tensors like the first tensor."""
     import torch
 
     like = next(v for v in values if isinstance(v, torch.Tensor))

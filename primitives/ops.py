@@ -44,7 +44,7 @@ __all__ = [
 
 
 def _bounded(*values: Edge) -> Edge:
-    """The edge of a function that is finite of finite values, and not 0 at 0."""
+    """Give the edge of what stays finite, but not 0."""
     return Edge(False, kept(*values).finite)
 
 

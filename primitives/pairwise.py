@@ -1,4 +1,4 @@
-"""Pairwise maps: adjacent output columns (2j, 2j + 1) as two values of half width."""
+"""Pairwise maps: adjacent columns as two values of half width."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def interleave(even: Operand, odd: Operand) -> Value:
 
 
 def _interleaved(even: Any, odd: Any) -> Any:
-    """`interleave` of tensors that broadcast to one another, or of one and a number."""
+    """Interleave tensors that broadcast to one another, or one and a number."""
     import torch
 
     return torch.stack(torch.broadcast_tensors(*as_tensors(even, odd)), dim=-1).flatten(-2)

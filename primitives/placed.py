@@ -1,4 +1,4 @@
-"""Values that follow from an element's place alone: its row, its column, and random numbers.
+"""Values of an element's place alone: its row, its column, random numbers.
 
 Philox4x32-10 (Salmon et al., 2011) is counter-based: the numbers of an element depend on the seed,
 the offset and its place, on no tile and no launch, so a backward pass can draw them again.
@@ -91,7 +91,7 @@ def _whole(op: str, number: object) -> float:
 
 
 def _product(a: Any, b: int) -> tuple[Any, Any]:
-    """High and low words of the product of words, on int64 tensors, which hold no 64 bits more."""
+    """Give high and low words of a product, on int64 tensors."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     total = (low >> 16) + high
     return total >> 16, ((total & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -103,8 +103,12 @@ def words(
     product: Callable[[Any, int], tuple[Any, Any]],
     word: Callable[[Any], Any] = lambda number: number,
 ) -> list[Any]:
-    """The four words of Philox4x32-10. `product` gives high and low words of a product, `word` a
-    constant."""
+    """Compute the four words of Philox4x32-10.
+
+    `product` gives high and low words of a product, `word` a constant.
+
+    `product` gives high and low words of a product, `word` a constant.
+    """
     a, b, c, d = counter
     for i in range(ROUNDS):
         if i:
@@ -146,8 +150,12 @@ def philox(seed: float, offset: float, rows: int, columns: int, device: Any = No
 
 @lru_cache(maxsize=1)
 def _traced() -> tuple[Any, Any]:
-    """`philox` as an operator of torch that traces record and nothing runs; and its library, which
-    takes the operator along when it goes."""
+    """Make `philox` an operator of torch that traces record; and its library.
+
+    The library takes the operator along when it goes.
+
+    The library takes the operator along when it goes.
+    """
     import torch
 
     library = torch.library.Library("coda_agent_placed", "DEF")

@@ -1,4 +1,4 @@
-"""Values that follow from an element's place, in a kernel; only the lowering imports this.
+"""Values of an element's place in a kernel; for the lowering alone.
 
 The visit that stores reads them as if they were a tile's.
 """
@@ -25,8 +25,12 @@ def _product(a: Any, b: int) -> tuple[Any, Any]:
 def placed(
     graph: Graph, node: int, row: Any, columns: list[Any], scalars: Mapping[str, Any]
 ) -> list[Any]:
-    """A node's values at some adjacent columns of a row, of which the first is even; pairs of
-    columns share their random words."""
+    """Give a node's values at adjacent columns, the first one even.
+
+    Pairs of columns share their random words.
+
+    Pairs of columns share their random words.
+    """
     n = graph.nodes[node]
     if n.op == "row_index":
         return [Float32(row)] * len(columns)
@@ -50,7 +54,7 @@ def _number(graph: Graph, node: int, scalars: Mapping[str, Any]) -> Any:
 
 
 def with_places(base: Any, replay: Any, nodes: list[int]) -> dict[str, Any]:
-    """Methods of a kernel class that give `replay`, the program's, values of these nodes."""
+    """Make methods of a kernel class that give `replay` these nodes' values."""
     graph, names = replay.program.graph, replay.names
     kinds = dict(base._epi_mod_operands)
 
@@ -88,7 +92,7 @@ def with_places(base: Any, replay: Any, nodes: list[int]) -> dict[str, Any]:
 
 
 def name_of(node: int) -> str:
-    """What the storing visit calls a node that it reads as a tile."""
+    """Name a node that the storing visit reads as a tile."""
     return f"node_{node}"
 
 

@@ -1,4 +1,4 @@
-"""A `Program`, where all readings start; and the `@epilogue` decorator, which makes one of Python.
+"""A `Program`, where all readings start; `@epilogue` makes one of Python.
 
 A text is no function: `reader.py` makes programs of it, and runs nothing.
 """
@@ -64,8 +64,12 @@ class Program:
 
     @cached_property
     def group(self) -> int:
-        """Columns of the accumulator in the widest group that it takes a statistic of, or stores an
-        element of; 0 without. N is a multiple of it, and so is a tile's width."""
+        """Columns of its widest group's statistic or store; 0 without.
+
+        N is a multiple of it, and so is a tile's width.
+
+        N is a multiple of it, and so is a tile's width.
+        """
         stored = (getattr(kind, "width", 0) for kind in self.outputs.values())
         return max([*spans(self.graph).values(), *stored], default=0)
 
@@ -76,8 +80,12 @@ class Program:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what is computed: names of the program, its operands and outputs do not enter,
-        nor does the order of commutative arguments; the order of operands and outputs does."""
+        """SHA-256 of what is computed, whatever the tensors are called.
+
+        The order of operands and outputs enters, that of commutative arguments does not.
+
+        The order of operands and outputs enters, that of commutative arguments does not.
+        """
         position = {name: i for i, name in enumerate(self.operands)}
         keys: list[str] = []
         for n in self.graph.nodes:
@@ -114,8 +122,11 @@ class Program:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Program:
-        """Rebuild what `to_dict` gave; the data may come from another process or machine, so every
-        rule of the language is checked again, and shapes are derived anew.
+        """Rebuild what `to_dict` gave, by every rule of the language.
+
+        The data may come from another process or machine, so shapes are derived anew.
+
+        The data may come from another process or machine, so shapes are derived anew.
 
         Raises:
             ProgramError: it is no program's record.
@@ -242,7 +253,7 @@ def _check_outputs(outputs: Mapping[str, Any]) -> None:
 
 
 def finish(traced: Program, result: Any) -> Program:
-    """Close a program: its outputs are `result`, checked against all that is declared.
+    """Close a program: `result` gives its outputs, which are checked.
 
     Raises:
         ProgramError: an output is never written, an operand never used, or a shape disagrees.
@@ -301,7 +312,12 @@ def _bind_outputs(traced: Program, result: Any) -> None:
 
 
 def _check_stores(program: Program) -> None:
-    """What the GEMM's own load and store carry: one wide tile each way, one accumulation."""
+    """Check what the GEMM's own load and store carry.
+
+    It is one wide tile each way, one accumulation.
+
+    It is one wide tile each way, one accumulation.
+    """
     kinds = [*program.operands.values()], [*program.outputs.values()]
     wide = [side.count(WideTile) for side in kinds]
     if program.wide and (wide != [1, 1] or program.paired):

@@ -1,4 +1,4 @@
-"""Operations that a program brings along: meaning by a name of torch's, lowering in PTX.
+"""Operations that a program brings along: a meaning of torch's, in PTX.
 
 The text is data. It is parsed against a list of register-to-register instructions, so it cannot
 touch memory, branch or synchronise, and every register is set before it is read. In float32 the
@@ -69,7 +69,7 @@ def ptx(meaning: str, code: str, *args: Operand) -> Value:
 
 
 def operation(name: str) -> Op:
-    """The vocabulary's operation of that name in a graph, or the one whose PTX the name holds.
+    """Find the vocabulary's operation, or that whose PTX the name holds.
 
     Raises:
         ProgramError: there is none, or its PTX is refused.
@@ -168,7 +168,11 @@ def _suits(declared: str, type: str) -> bool:
 
 
 def _check_set(statements: Sequence[Statement], registers: Mapping[str, str]) -> None:
-    """Every register is set before it is read, `$0` in the end, whatever predicates hold.
+    """Check that every register is set before it is read.
+
+    So is `$0`, in the end, whatever predicates hold.
+
+    So is `$0`, in the end, whatever predicates hold.
 
     Raises:
         ProgramError: one is not.

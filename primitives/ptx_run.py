@@ -1,4 +1,4 @@
-"""What each PTX instruction that a program may bring along computes, on torch tensors.
+"""What each PTX instruction that a program may bring computes, in torch.
 
 - `_FORMS` lists the instructions with their modifiers, types and operands. What it does not list
   has no meaning here, and so is refused.
@@ -70,8 +70,12 @@ def form(name: str) -> Form | None:
 
 
 def forms(mnemonic: str) -> list[str]:
-    """How instructions of that mnemonic are written: of `{.rn|.rz}` one part or none is taken, of
-    `(.u32|.s32)` one."""
+    """List how instructions of a mnemonic are written.
+
+    Of `{.rn|.rz}` one part or none is taken, of `(.u32|.s32)` one.
+
+    Of `{.rn|.rz}` one part or none is taken, of `(.u32|.s32)` one.
+    """
     return [mnemonic + modifiers for m, modifiers, _, _ in _FORMS if mnemonic in m.split()]
 
 
@@ -116,7 +120,7 @@ def run(
 
 
 def _number(text: str, device: torch.device) -> torch.Tensor:
-    """A number's 32 bits: of a float32 where it has a point or begins with 0f, else an integer."""
+    """Give a number's 32 bits: a float32's, or an integer's."""
     import torch
 
     if text[:2] in ("0f", "0F"):
@@ -157,7 +161,7 @@ def _narrowed(words: Sequence[str], exact: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x + y of float64, an inexact sum rounded to odd, so that rounding it again rounds once."""
+    """Add in float64, rounded to odd, so that rounding again rounds once."""
     import torch
 
     total = x + y
@@ -206,7 +210,12 @@ def _sign(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
 
 
 def _extreme(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The smaller or larger; a number before NaN, but for .NaN; -0 below +0."""
+    """Take the smaller or larger; -0 is below +0.
+
+    A number goes before NaN, but for .NaN.
+
+    A number goes before NaN, but for .NaN.
+    """
     import torch
 
     x, y = (_flushed(words, v) for v in (x, y))
@@ -219,7 +228,12 @@ def _extreme(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Te
 
 
 def _compared(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Beside NaN false; the names with a u after two letters, and `nan`, true."""
+    """Compare values.
+
+    Beside NaN it is false; true for names with a u after two letters, and `nan`.
+
+    Beside NaN it is false; true for names with a u after two letters, and `nan`.
+    """
     how, (x, y) = words[1], (_flushed(words, v) for v in (x, y))
     nan = x.isnan() | y.isnan()
     if how in ("num", "nan"):

@@ -1,4 +1,4 @@
-"""Programs from their text, by its syntax tree: nothing that an author wrote is ever run.
+"""Programs from their text, by its syntax tree; none is run.
 
 A candidate is one Python file: a docstring, imports from `coda_agent.primitives`, and functions
 decorated with `@epilogue(...)` whose body is a docstring, assignments and one returned dict. No
@@ -218,7 +218,7 @@ class _Reader:
                 self.refuse(name, "only plain names may be assigned", "d = acc * r")
 
     def evaluated(self, expression: ast.expr) -> Any:
-        """Evaluate an expression, or refuse the first part of it that is not of the language."""
+        """Evaluate an expression, or refuse the first foreign part of it."""
         try:
             return self.names.value(expression)
         except _Refusal as refusal:
@@ -271,7 +271,7 @@ class _Names:
         raise self.refusal(node)
 
     def taken(self, node: ast.Call, name: str, args: list[ast.expr]) -> list[Any]:
-        """The first arguments of a call that are no values: a function, or texts."""
+        """Give a call's first arguments that are a function, or texts."""
         match name, args:
             case "derivative", [ast.Name(id=function), *_] if function in self.functions:
                 return [self.functions[function]]
@@ -284,7 +284,7 @@ class _Names:
         return []
 
     def refusal(self, node: ast.expr) -> _Refusal:
-        """Say why an expression is not of the language, and what to write instead."""
+        """Say why an expression is foreign, and what to write instead."""
         message, hint = "not in the candidate language", "use + - * / and the vocabulary"
         match node:
             case ast.Constant():

@@ -1,4 +1,4 @@
-"""Reductions over tiles: their kinds, the partials that a kernel writes, and their finalisers."""
+"""Reductions over tiles: their kinds, a kernel's partials, and their finalisers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Reduction(Output):
-    """A reduction of a tile's rows or columns: float32 partials a tile, then a finaliser.
+    """A reduction of rows or columns: partials a tile, a finaliser.
 
     Partials are folded in fp32 before any rounding. Final values of all of a program's reductions
     are one small launch more.
@@ -42,12 +42,12 @@ class Reduction(Output):
 
     @classmethod
     def block(cls, config: TileConfig) -> int:
-        """Rows or columns that a partial folds in a kernel of full width."""
+        """Count the rows or columns that a partial folds at full width."""
         return config.tile_m if cls.over_rows else config.tile_n
 
     @classmethod
     def buffer(cls, m: int, n: int, config: TileConfig) -> tuple[int, ...]:
-        """(M, ⌈N / block⌉), or over rows (⌈M / block⌉, N), column by column."""
+        """Give (M, ⌈N / block⌉), or over rows (⌈M / block⌉, N)."""
         if cls.over_rows:
             return -(-m // config.tile_m), n
         return m, -(-n // config.tile_n)
@@ -77,8 +77,7 @@ class Reduction(Output):
 
     @classmethod
     def finalise(cls, raw: torch.Tensor, folded: int, block: int) -> torch.Tensor:
-        """Fold `partials` of blocks of `block` out of `folded` elements, over the last
-        dimension."""
+        """Fold partials of `folded` elements in blocks, over the last dimension."""
         way = cls.way(folded, block)
         if (raw.is_cuda or raw.is_meta) and raw.dtype.itemsize == 4:
             from coda_agent.primitives.fold import fold

@@ -1,4 +1,4 @@
-"""What a program declares: the operands it reads and the outputs it writes."""
+"""What a program declares: operands that it reads, outputs that it writes."""
 
 from __future__ import annotations
 
@@ -338,7 +338,11 @@ OUTPUT_KINDS: dict[str, type[Output]] = {
 
 
 def steps(element: int, outputs: Iterable[int], *, half: bool, group: int = 0) -> tuple[int, int]:
-    """What N and K must be multiples of, since TMA moves rows in units of 16 bytes.
+    """Find what N and K must be multiples of, for TMA.
+
+    It moves rows in units of 16 bytes.
+
+    It moves rows in units of 16 bytes.
 
     Args:
         element: Bytes of an element of A and B.

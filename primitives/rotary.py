@@ -57,7 +57,11 @@ def rotary(x: Value, position: Value, turns: Value) -> Value:
 def rotary_turns(
     inverse_frequencies: torch.Tensor, n: int, *, head_dim: int, heads: int
 ) -> torch.Tensor:
-    """The `turns` of `rotary`: frequencies over 2π, each the sum of two floats side by side.
+    """Make the `turns` of `rotary`: frequencies over 2π, in two floats.
+
+    The two stand side by side.
+
+    The two stand side by side.
 
     Args:
         inverse_frequencies: (rotated / 2,) radians a position, e.g. 10000^(-2j / head_dim); float64

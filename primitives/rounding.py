@@ -1,4 +1,4 @@
-"""Rounding as an operation of its own: to narrower element types and back.
+"""Rounding as an operation: to narrower element types and back.
 
 A program rounds at its stores anyway. What rounds here is computed on: fake quantisation, and
 statistics of what will be stored.
@@ -31,7 +31,7 @@ ROUNDINGS = {
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    """A floating tensor rounded to `dtype` and back to its own type: to nearest, ties to even.
+    """Round a floating tensor to `dtype` and back, ties to even.
 
     e4m3 has no infinity, and releases of PyTorch differ in what they make of a value beyond it.
     Here it saturates, as the GPU's conversion does.
@@ -44,8 +44,13 @@ def rounded(x: Any, dtype: Any) -> Any:
 
 
 def stochastic(x: Any, u: Any, dtype: Any) -> Any:
-    """A floating tensor rounded to one of the two neighbours in `dtype`: away from 0 where the
-    share of the step that it is beyond the lower one, plus u in [0, 1), reaches 1.
+    """Round a floating tensor to one of its two neighbours in `dtype`.
+
+    It goes away from 0 where the share of the step that it is beyond the lower one, plus u in [0,
+    1), reaches 1.
+
+    It goes away from 0 where the share of the step that it is beyond the lower one, plus u in [0,
+    1), reaches 1.
 
     The reference of a spec may call it, with numbers of `coda_agent.primitives.placed.philox`.
     """
@@ -144,8 +149,14 @@ def to_e5m2(x: Any) -> Any:
 
 
 def _drawn(bits: int, low: str, top: str = "") -> Any:
-    """The rounding of $1 whose fraction has `bits` too many, with $2 in [0, 1): what is added to
-    them carries as often as they are large. Below `low` the step does not shrink."""
+    """Lower the rounding of $1 by $2 in [0, 1).
+
+    Its fraction has `bits` too many; what is added to them carries as often as they are large.
+    Below `low` the step does not shrink.
+
+    Its fraction has `bits` too many; what is added to them carries as often as they are large.
+    Below `low` the step does not shrink.
+    """
     return assembly(
         ".reg .f32 size, lift, share; .reg .b32 word, add; .reg .pred p; "
         f"abs.f32 size, $1; setp.lt.f32 p, size, {low}; mov.f32 lift, 0f00000000; "

@@ -30,7 +30,7 @@ from coda_agent.primitives.wide import wide_access
 
 
 class HalfStore(TileStore):
-    """A half-width TMA store of 16-bit or e4m3 values, one for each pair of lanes."""
+    """A half-width TMA store of 16-bit or e4m3 values, one a pair."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, gated=True)
@@ -43,8 +43,14 @@ class HalfStore(TileStore):
 
 
 class _Inside:
-    """A row's index as 32 bits, and -1 where it lies outside [0, n): quack compares its low 32
-    bits, and does not know where the last tile's columns end. `thread` is the one that asks."""
+    """A row's index as 32 bits, -1 where outside [0, n).
+
+    quack compares its low 32 bits, and does not know where the last tile's columns end. `thread` is
+    the one that asks.
+
+    quack compares its low 32 bits, and does not know where the last tile's columns end. `thread` is
+    the one that asks.
+    """
 
     def __init__(self, index: Any, n: Any, thread: Any) -> None:
         self.index, self.n, self.thread = index, n, thread
@@ -56,8 +62,11 @@ class _Inside:
 
 
 class RowSelect(ColVecSelect):
-    """quack's target select, into a vector of any float type, at any index; every row is written
-    once, so the vector needs no launch that fills it.
+    """quack's target select, into any float vector, at any index.
+
+    Every row is written once, so the vector needs no launch that fills it.
+
+    Every row is written once, so the vector needs no launch that fills it.
 
     The thread that holds a row's target stores it, whatever its value. Rows whose index is no
     column get 0 from the first tile of their row.
@@ -100,7 +109,7 @@ class RowSelect(ColVecSelect):
 
 
 def _among(numbers: list[int], x: Any) -> Any:
-    """Whether `x` (an Int32) is one of `numbers`, none of them negative; a bit test for each 32."""
+    """Tell whether an Int32 is one of `numbers`, by bit tests."""
     found: Any = Boolean(False)
     for start in range(0, max(numbers) + 1, 32):
         bits = sum(1 << (i - start) for i in numbers if start <= i < start + 32)
@@ -130,12 +139,12 @@ class PairStore(TileStore):
     fn_port = "sink"
 
     def fn_sink_flush(self, gemm: Any, state: Any, frag: Any, scale: Any = None) -> None:
-        """Keep the subtile's values, in registers, for the store that follows in the same trace."""
+        """Keep the subtile's values in registers, for the trace's next store."""
         gemm.pair_fragments[self.name] = frag
 
 
 class Mod(frontend.EpiMod):
-    """An EpiMod whose kernels also write their `PairStore`s, and never wait for ever."""
+    """An EpiMod whose kernels write their `PairStore`s, and never hang."""
 
     def __init__(self, replay: Any, *args: Any, **kwargs: Any) -> None:
         self._ours: dict[type, type] = {}
@@ -143,7 +152,7 @@ class Mod(frontend.EpiMod):
         super().__init__(*args, **kwargs)
 
     def gemm(self, A: Any, B: Any, D: Any, C: Any = None, **options: Any) -> Any:
-        """quack's plan; it has no form for K in parts without a D."""
+        """Make quack's plan, which knows no parts of K without D."""
         if D is not None or options["split_k"] == 1 or options["swap_ab"]:
             return super().gemm(A, B, D, C, **options)
         # Every operand's operation is pinned here, and `function.py` checked the shapes.
@@ -173,7 +182,7 @@ class Mod(frontend.EpiMod):
 
 
 def _grouped(minted: Any, replay: Any) -> Any:
-    """`minted`, with the statistics of groups and the values of places that the program has."""
+    """Give a class the statistics of groups and values of places."""
     if spans(replay.program.graph):
         from coda_agent.primitives.group_fold import with_groups
 
@@ -186,8 +195,7 @@ def _grouped(minted: Any, replay: Any) -> Any:
 
 
 def _checked(minted: Any) -> type:
-    """`minted` with a check of its stages, its pair stores' fragments appended to what a subtile's
-    visit returns, and wide tiles that come and go without bank conflicts.
+    """Give a class its check of stages, pair stores, wide accesses.
 
     The driver pairs the returned fragments with the class's store operations in order: outputs come
     first, then reductions.
@@ -235,8 +243,11 @@ def _deeper(
     kernel: Any, stages: tuple[int, int, int], tile: Any, epi_tile: Any, a: Any, b: Any, d: Any,
     c: Any, arguments: Any, capacity: int, occupancy: int, warps: Any,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """`stages` of the mainloop, of stores and of loads, or one more of the mainloop where at least
-    one of stores and two of loads still fit beside it.
+    """Add a stage to the mainloop where stores and loads still fit.
+
+    One stage of stores and two of loads are the least.
+
+    One stage of stores and two of loads are the least.
 
     quack takes two of stores and four of loads before it counts the mainloop's. On an H200 the
     sixth stage of a 128 x 128 tile took `gemm_partial_swiglu_bwd` at 4096 from 212 to 204 us.

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean x or y?`: names with it inside, else close spellings; empty of neither."""
+    """Ask "did you mean x?" of names that hold or resemble it."""
     names = sorted(set(known))
     holding = [n for n in names if len(name) > 2 and name.lower() in n.lower()][:3]
     close = holding or get_close_matches(name, names, n=3, cutoff=0.5)

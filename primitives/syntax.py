@@ -1,4 +1,4 @@
-"""The syntax tree of a program's text, whose size and nesting are bounded before it is parsed."""
+"""The syntax tree of a program's text, bounded before it is parsed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _error(message: str, line: int, hint: str) -> TextError:
 
 
 def program_names(text: str) -> list[str]:
-    """List the functions a text defines, in order; none where it does not parse."""
+    """List a text's functions in order; none where it does not parse."""
     try:
         return [s.name for s in parse(text).body if isinstance(s, ast.FunctionDef)]
     except TextError:

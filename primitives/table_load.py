@@ -1,4 +1,8 @@
-"""Loads of tables of part of the rows or columns; only the lowering imports this.
+"""Loads of tables of part of the rows or columns.
+
+Only the lowering imports this.
+
+Only the lowering imports this.
 
 - Each thread reads the elements that its part of a subtile needs, past the edge those of the last
   row and column. They come out of the cache, since many rows or columns share one.
@@ -22,7 +26,7 @@ from coda_agent.primitives.group_store import Fragments
 
 
 class TableLoad(EpiOp):
-    """A value for each element, which `kind.entry` finds in a matrix of any strides."""
+    """A value for each element, found by `kind.entry` in a strided matrix."""
 
     fn_port = "tile"
 
@@ -113,7 +117,7 @@ def _opaque(x: Any) -> Any:
 
 
 def element(kind: Any, table: Any, row: Any, column: Any, size: Any) -> Any:
-    """What the output reads of a table at a place, which may lie past the edge."""
+    """Read a table at a place, which may lie past the edge."""
     row, column = _inside(row, column, size)
     return table[_entry(kind, table, row, column, size)].to(Float32)
 
@@ -131,13 +135,19 @@ def _entry(kind: Any, table: Any, row: Any, column: Any, size: Any) -> tuple[Any
 
 
 def _unsigned(x: Any) -> Any:
-    """A number for divisions, of which signed ones take twice the instructions. A shape's extents
-    are values of a class of their own, whose divisions are signed even as `Uint32`."""
+    """Make a number unsigned: signed divisions take twice the instructions.
+
+    A shape's extents are values of a class of their own, whose divisions are signed even as
+    `Uint32`.
+
+    A shape's extents are values of a class of their own, whose divisions are signed even as
+    `Uint32`.
+    """
     return Uint32(ArithValue(Int32(x).ir_value(), False))
 
 
 def any_strides(dtype: Any) -> Any:
-    """A matrix as a kernel is compiled for: of any strides, at any address."""
+    """Make a matrix to compile for, of any strides, at any address."""
     return cute.runtime.make_fake_tensor(
         dtype,
         (cute.sym_int(), cute.sym_int()),

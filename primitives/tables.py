@@ -1,4 +1,4 @@
-"""Tables of part of the rows or columns: what each element of the output reads of a small matrix.
+"""Tables of part of the rows or columns, which elements read.
 
 The kernel finds the element by its place, so nothing is expanded: a gate of each sample, a position
 embedding, a number for each head. `entry` says where; all three readings go by it.
@@ -20,7 +20,7 @@ __all__ = ["PositionHeads", "PositionPairs", "PositionTable", "SampleHeads", "Sa
 
 
 class Table(Operand):
-    """An (R, C) operand, of any strides, whose elements are repeated over the output.
+    """An (R, C) operand of any strides, repeated over the output.
 
     Attributes:
         sample: Whether a row of it serves M / R adjacent rows; else row m reads row m % R.
@@ -42,16 +42,26 @@ class Table(Operand):
 
     @classmethod
     def form(cls, columns: int, strides: tuple[int, int], address: int) -> int:
-        """Which of three kernels reads a table: 1 for one of a single column, `subtile` where the
-        columns come in whole subtiles and can be loaded in twos, else 0."""
+        """Choose which of three kernels reads a table.
+
+        1 is for one of a single column, `subtile` where the columns come in whole subtiles and can
+        be loaded in twos, else 0.
+
+        1 is for one of a single column, `subtile` where the columns come in whole subtiles and can
+        be loaded in twos, else 0.
+        """
         aligned = strides[1] == 1 and strides[0] % 2 == 0 and address % 16 == 0
         whole = columns % cls.subtile == 0 and cls.step > 0 and aligned
         return cls.subtile if whole else 1 if columns == 1 else 0
 
     @classmethod
     def entry(cls, row: Any, column: Any, size: Any, table: Any) -> tuple[Any, Any]:
-        """Which element of a table (R, C) the output (M, N) reads at a place; of numbers, torch's
-        integers or a kernel's."""
+        """Find which element of a table the output reads at a place.
+
+        The table is (R, C), the output (M, N). Places are numbers, torch's integers or a kernel's.
+
+        The table is (R, C), the output (M, N). Places are numbers, torch's integers or a kernel's.
+        """
         (m, n), (r, c) = size, table
         found = column if cls.step == 1 else column // (cls.step or n // c)
         return row // (m // r) if cls.sample else row % r, found % c

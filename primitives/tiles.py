@@ -1,4 +1,4 @@
-"""Tile configurations: how a kernel is cut into CTA tiles, clusters and warp-group schedules."""
+"""Tile configurations: how a kernel is cut into CTA tiles and clusters."""
 
 from __future__ import annotations
 
@@ -44,15 +44,18 @@ class TileConfig:
     fused: bool = True
 
     def parts(self, k: int) -> int:
-        """CTAs that share an output tile where the inner dimension is `k`: `split_k`, or 1 where K
-        is short for that."""
+        """Count the CTAs that share an output tile, at this K.
+
+        A short K is not split.
+
+        A short K is not split.
+        """
         # A part without a K tile of its own never returns (seen on an H200).
         return self.split_k if k >= 256 * self.split_k else 1
 
     @property
     def label(self) -> str:
-        """Short name, e.g. `128x192 pp 2x1`, `64x256 coop 1x1 s4 k2 swap once`, or
-        `1x256 unfused`."""
+        """Short name, such as `128x192 pp 2x1` or `1x256 unfused`."""
         if not self.fused:
             return f"{self.tile_m}x{self.tile_n} unfused"
         parts = [
@@ -146,8 +149,12 @@ _TRANSPOSED: tuple[tuple[int, TileConfig], ...] = (
 
 
 def carries(program: Program, arch: str) -> bool:
-    """Whether a kernel of the architecture can carry the program. On SM120 two warps share the
-    columns of a row, which statistics of groups do not cross."""
+    """Tell whether a kernel of the architecture can carry the program.
+
+    On SM120 two warps share the columns of a row, which statistics of groups do not cross.
+
+    On SM120 two warps share the columns of a row, which statistics of groups do not cross.
+    """
     return not program.group or arch != "sm_120a"
 
 

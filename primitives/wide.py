@@ -1,4 +1,4 @@
-"""Wide tiles through shared memory without bank conflicts; only the lowering imports this.
+"""Wide tiles through shared memory without bank conflicts; for the lowering.
 
 - In the accumulator's layout four lanes hold 32 bytes of a sub-tile's row, 32 or 16 words wide, and
   a thread's 8-byte accesses go from one such group of its row to the next. Of the four rows that
@@ -18,9 +18,14 @@ from quack.copy_utils import swizzle_ptr
 
 
 def order(thread: Any, words: int) -> tuple[Any, dict[int, Any]]:
-    """How a thread (a number or an Int32) goes through its row of `words` 32-bit words: 1 where the
-    halves of the row change places, else 0; and for each stride between its groups, in words, 1
-    where it is negative, else 0."""
+    """Order a thread's way through its row of `words` 32-bit words.
+
+    First 1 where the halves of the row change places, else 0; then for each stride between its
+    groups, in words, 1 where it is negative, else 0. `thread` is a number or an Int32.
+
+    First 1 where the halves of the row change places, else 0; then for each stride between its
+    groups, in words, 1 where it is negative, else 0. `thread` is a number or an Int32.
+    """
     low, middle, high = ((thread >> bit) & 1 for bit in (2, 3, 4))
     if words == 32:
         return low, {8: middle, 16: low ^ high}
@@ -28,7 +33,7 @@ def order(thread: Any, words: int) -> tuple[Any, dict[int, Any]]:
 
 
 def wide_access(kernel: Any) -> Any:
-    """quack's SM90 kernel class in packed mode, with that access to C, D and 32-bit tiles."""
+    """Give quack's SM90 class in packed mode that access to its tiles."""
 
     class WideAccess(kernel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +77,7 @@ def _fits(kernel: Any, dtype: Any, layout: Any) -> bool:
 
 
 def _ordered(kernel: Any, part: Any, thread: Any) -> Any:
-    """A thread's part of a swizzled sub-tile, as a layout of plain addresses."""
+    """Lay a thread's part of a swizzled sub-tile out by plain addresses."""
     half = kernel.epi_tile[1] // 2
     moved, negative = order(thread, kernel.epi_tile[1])
 

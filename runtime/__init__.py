@@ -1,1 +1,1 @@
-"""From a public function to the launch: call, dispatch, gradients, torch operators, tuning."""
+"""From a public function to the launch: call, dispatch, gradients, operators, tuning."""

@@ -1,4 +1,4 @@
-"""Gradients of kernels' operators: what a call keeps, and what its backward pass computes.
+"""Gradients of kernels' operators: what a call keeps, and the backward pass.
 
 - The gradient at the accumulator and those of the operands are one operator for all kernels,
   `coda_agent::gradients`. Those of A and B are then products of PyTorch's, in the type of A.
@@ -43,8 +43,13 @@ def differentiable(variant: Variant) -> list[str]:
 def keeping(
     spec: Spec, variants: Variants, choose: Callable[[Program], Chooser]
 ) -> dict[tuple[str, ...], Variant]:
-    """The variants that calls with gradients run instead: those of `variants` whose gradients need
-    the product, with what spares it as their last output. `choose` chooses the tiles of a program.
+    """Find the variants that calls with gradients run in place of `variants`.
+
+    They are of those whose gradients need the product, with what spares it as their last output.
+    `choose` chooses the tiles of a program.
+
+    They are of those whose gradients need the product, with what spares it as their last output.
+    `choose` chooses the tiles of a program.
     """
     found = {}
     for binding in spec.bindings():
@@ -61,8 +66,12 @@ def keeping(
 
 
 def register(op: str, spec: Spec, variants: Variants) -> None:
-    """Register the gradients of the operator `coda_agent::op` of a kernel, where it has any: an
-    operator that overwrites an input cannot."""
+    """Register the gradients of the operator `coda_agent::op`, where it has any.
+
+    An operator that overwrites an input cannot.
+
+    An operator that overwrites an input cannot.
+    """
     import torch
 
     bindings = [x for x in spec.bindings() if not spec.updated(x)]
@@ -107,7 +116,7 @@ _pass = lru_cache(maxsize=1024)(GradientPass.of)
 
 
 class _Saving(NamedTuple):
-    """What calls of a variant keep, of which the same inputs require gradients.
+    """What calls of a variant keep, by the inputs that require gradients.
 
     Attributes:
         wanted: Places among the inputs of what has a gradient, that of A for the product's.
@@ -234,7 +243,7 @@ class _Request(NamedTuple):
     block_size: int | None
 
     def read(self) -> tuple[Gradient, dict[str, torch.Tensor], list[torch.dtype]]:
-        """Find what is computed, the tensors by name, and the types of the gradients."""
+        """Find the gradient, the tensors by name, and the results' types."""
         import torch
 
         known = dict(zip(self.names.split(";"), self.tensors, strict=True))

@@ -1,4 +1,9 @@
-"""Calls resolved once, found again and run. Exports take this module: it needs torch alone."""
+"""Calls resolved once, found again and run; exports take this module.
+
+It needs torch alone.
+
+It needs torch alone.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ def differentiated(values: Sequence[Any]) -> bool:
 
 
 def traced() -> bool:
-    """Whether calls are traced or transformed here, so that they must be an operator's."""
+    """Tell whether calls are traced or transformed, and need an operator."""
     import torch
 
     known = torch._C
@@ -41,7 +46,7 @@ def traced() -> bool:
 
 
 def filled(values: list[Any], scalars: Sequence[int], device: torch.device) -> bool:
-    """Whether scalars are in memory; then the others among `values` are brought there too."""
+    """Tell whether scalars are in memory; then bring the others there."""
     import torch
 
     numbers = [i for i in scalars if not isinstance(values[i], torch.Tensor)]
@@ -53,7 +58,7 @@ def filled(values: list[Any], scalars: Sequence[int], device: torch.device) -> b
 
 
 def picked(places: Sequence[int], results: Sequence[torch.Tensor]) -> Any:
-    """Of all outputs what a call returns: a tuple, a single one alone, or None."""
+    """Pick what a call returns: a tuple, a single output, or None."""
     if len(places) == 1:
         return results[places[0]]
     return tuple([results[i] for i in places]) or None
@@ -164,9 +169,14 @@ def _plain() -> tuple[type, type]:
 
 
 def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What a launch depends on: of a tensor its shape, strides, dtype, device and address mod 32,
-    of a number nothing. None where a value is neither, a subclass of a tensor, or a view that
-    negates."""
+    """Give what a launch depends on, if all values are plain.
+
+    It is of a tensor its shape, strides, dtype, device and address mod 32, of a number nothing.
+    Subclasses of tensors, and views that negate, are not plain.
+
+    It is of a tensor its shape, strides, dtype, device and address mod 32, of a number nothing.
+    Subclasses of tensors, and views that negate, are not plain.
+    """
     tensor, parameter = _plain()
     parts: list[Any] = []
     for value in values:
@@ -238,8 +248,7 @@ class Calls(Generic[Call]):
             self._check(values, option, call)
 
     def _check(self, values: Sequence[Any], option: Hashable, call: Call) -> None:
-        """Make a check; none where a number is beside scalars in memory, or an address is no
-        multiple of 32 bytes."""
+        """Make a check, if all are tensors at multiples of 32 bytes."""
         from torch._C._dynamo import guards
 
         tensors = self._tensors(values)

@@ -1,4 +1,4 @@
-"""What a call of a kernel is given: named, checked, and cast where autocast is on."""
+"""What a call of a kernel is given: named, checked, and cast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coda_agent.specs import Spec
 
 
 class CallInputs:
-    """A kernel's inputs as its calls need them: plain values, because torch.compile traces them.
+    """A kernel's inputs, as plain values, since torch.compile traces its calls.
 
     Attributes:
         names: Of the inputs, in the spec's order.
@@ -62,7 +62,7 @@ class CallInputs:
         raise ArgumentError(f"{name}: input {missing!r} is missing")
 
     def check_transforms(self) -> None:
-        """Refuse what would differentiate a call by other ways than `backward` and `grad`."""
+        """Refuse to be differentiated but by `backward` and `grad`."""
         import torch
         from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
         from torch.autograd import forward_ad
@@ -78,7 +78,7 @@ class CallInputs:
             )
 
     def autocast(self, values: list[Any]) -> str | None:
-        """Cast, as autocast does for a linear layer, what the spec has in the type of A.
+        """Cast what has A's type in the spec, as autocast does.
 
         Returns:
             The type of device whose autocast is on, if it is.
@@ -96,7 +96,7 @@ class CallInputs:
         return device
 
     def check(self, values: Sequence[Any]) -> None:
-        """Refuse what is no dense tensor, or no number where one may be."""
+        """Refuse what is no dense tensor, nor an allowed number."""
         import torch
 
         for i, value in enumerate(values):

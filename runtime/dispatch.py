@@ -1,4 +1,4 @@
-"""Which configuration a call runs: a model of each one's time on a GPU.
+"""A model of each configuration's time, by which a call's is chosen.
 
 The time of a configuration is that of a roofline with steps. CTA tiles come in waves over the SMs.
 A wave costs so much for each step along K, and so much for its epilogues. No kernel is faster than
@@ -47,7 +47,7 @@ _SPILLED_US, _LEAST_US = 0.085, 0.02
 
 
 class Gpu(NamedTuple):
-    """What of a GPU the prior needs: its name, its SMs, and bytes a second from its memory."""
+    """A GPU as the prior needs it: memory in bytes a second."""
 
     name: str
     sms: int
@@ -59,8 +59,14 @@ H200 = Gpu("NVIDIA H200", 132, 4.8e12)
 
 @dataclass(frozen=True)
 class Regret:
-    """How much slower the picks are than the fastest configuration, as ratios: geometric mean and
-    worst, over so many shapes, each picked by a model that was fitted without it."""
+    """How much slower the picks are than the fastest configuration.
+
+    Ratios: geometric mean and worst, over so many shapes, each picked by a model that was fitted
+    without it.
+
+    Ratios: geometric mean and worst, over so many shapes, each picked by a model that was fitted
+    without it.
+    """
 
     mean: float
     worst: float
@@ -68,8 +74,13 @@ class Regret:
 
 
 class Cost(NamedTuple):
-    """What a configuration costs, in microseconds. Its CTA tiles come in waves; where the last wave
-    is not full, waves are more than the tiles would fill.
+    """What a configuration costs, in microseconds.
+
+    Its CTA tiles come in waves; where the last wave is not full, waves are more than the tiles
+    would fill.
+
+    Its CTA tiles come in waves; where the last wave is not full, waves are more than the tiles
+    would fill.
 
     Attributes:
         start: A launch, to its first product and from its last one.
@@ -92,16 +103,25 @@ class Cost(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Microseconds for a byte of A and B, and for an output element with all its operands."""
+    """Microseconds for a byte of A and B, and an output element.
+
+    An element has all its operands.
+
+    An element has all its operands.
+    """
 
     byte: float
     element: float
 
 
 class Features(NamedTuple):
-    """What a shape is to a configuration: waves, how often its tiles fill the GPU, steps along K of
-    one tile, the part of the tiles' M that is padding, bytes of A and B, elements of the output,
-    and 1 where K is in parts, else 0.
+    """What a shape is to a configuration.
+
+    Waves, how often its tiles fill the GPU, steps along K of one tile, the part of the tiles' M
+    that is padding, bytes of A and B, elements of the output, and 1 where K is in parts, else 0.
+
+    Waves, how often its tiles fill the GPU, steps along K of one tile, the part of the tiles' M
+    that is padding, bytes of A and B, elements of the output, and 1 where K is in parts, else 0.
     """
 
     waves: float
@@ -143,8 +163,12 @@ _LIBRARY = (
 
 @lru_cache(maxsize=256)
 def _library_waves(shape: Shape, steps: int, sms: int) -> tuple[float, bool]:
-    """Waves of tiles of 128 x 128 that a library's product is worth, which picks its own tile, and
-    whether it splits K, where tiles are few."""
+    """Count the 128 x 128 waves that a library's product is worth.
+
+    It picks its own tile, and splits K where tiles are few; the second result tells whether.
+
+    It picks its own tile, and splits K where tiles are few; the second result tells whether.
+    """
     m, n, k = shape
     found = (
         (
@@ -161,7 +185,7 @@ def _library_waves(shape: Shape, steps: int, sms: int) -> tuple[float, bool]:
 
 
 def time_us(cost: Any, memory: Any, f: Any) -> Any:
-    """The formula: on numbers, or on tensors of many costs and features at once."""
+    """Apply the formula to numbers, or to tensors of costs and features."""
     step = f.waves * cost.step + f.filled * (cost.load + f.padding * cost.padding)
     work = f.steps * step + f.waves * cost.wave + f.filled * cost.epilogue
     floor = memory.byte * f.bytes + memory.element * f.elements
@@ -214,8 +238,14 @@ class Model:
     def _correction(
         self, config: TileConfig, shape: Shape, near: Sequence[tuple[int, float]]
     ) -> float:
-        """By what the misses near a shape change a configuration's time: those count most where its
-        waves were as full as they are here, and alone what was measured here."""
+        """Correct a configuration's time by the misses near a shape.
+
+        Those count most where its waves were as full as they are here, and alone what was measured
+        here.
+
+        Those count most where its waves were as full as they are here, and alone what was measured
+        here.
+        """
         assert self.misses
         misses, full = self.misses[config], self._fullness.get(config)
         if full is None:
@@ -249,7 +279,12 @@ class Model:
         return list(map(_place, self.shapes))
 
     def measured(self) -> dict[Shape, dict[TileConfig, float]]:
-        """The times that it was fitted to, by shape: microseconds, to a thousandth of each."""
+        """List the times that it was fitted to, by shape.
+
+        They are microseconds, to a thousandth of each.
+
+        They are microseconds, to a thousandth of each.
+        """
         return {
             shape: {
                 config: self._formula_us(config, shape) * math.exp(miss)
@@ -261,7 +296,7 @@ class Model:
 
 
 def _full(config: TileConfig, seen: Features) -> float:
-    """The part of a configuration's waves that is filled; a library's are its own affair."""
+    """Give the filled part of a configuration's waves; 0 of a library's."""
     return seen.filled / seen.waves if config.fused else 0.0
 
 
@@ -277,10 +312,16 @@ def prior(
     element_bytes: int = 2,
     spills: Mapping[str, int] | None = None,
 ) -> Model:
-    """The model of a program at one shape on a GPU where nothing was measured. Its costs are
-    rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3772 places its picks
-    are 4.6 % slower than the fastest. `spills` has a thread's stores to local memory, by a
-    configuration's label."""
+    """Model a program's times at a shape, where nothing was measured.
+
+    Costs are rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3772 places
+    its picks are 4.6 % slower than the fastest. `spills` has a thread's stores to local memory, by
+    a configuration's label.
+
+    Costs are rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3772 places
+    its picks are 4.6 % slower than the fastest. `spills` has a thread's stores to local memory, by
+    a configuration's label.
+    """
     one, two = (
         inspect_program(program, (128, columns, 64), element_bytes=2, gemm_bytes=0).bytes_moved
         for columns in (1024, 2048)
@@ -301,8 +342,12 @@ def prior(
 
 
 def _guessed(config: TileConfig, element: float, waits: float) -> Cost:
-    """The costs of a configuration whose epilogue moves so many bytes for an element, and waits so
-    many microseconds in a tile of 128 x 128."""
+    """Guess a configuration's costs by its epilogue's bytes an element and waits.
+
+    A wait is in microseconds of a tile of 128 x 128.
+
+    A wait is in microseconds of a tile of 128 x 128.
+    """
     if not config.fused:  # two launches, and cuBLAS splits K where it has few tiles
         return Cost(12.0, 0.02, 0.5, 0.0, 0.1, 1.0, 1.5)
     area = config.tile_m * config.tile_n / 128**2
@@ -323,7 +368,7 @@ def propose(
     gpu: Gpu = H200,
     spills: Mapping[str, int] | None = None,
 ) -> list[TileConfig]:
-    """List the configurations worth measuring at a shape, those predicted to be fastest first.
+    """List configurations worth measuring at a shape, the likely fastest first.
 
     They are predicted by the `model` of the program, else by the prior for `gpu` and `spills`.
     """

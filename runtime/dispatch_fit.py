@@ -1,4 +1,4 @@
-"""A dispatch model from measured times, and how well it picks at shapes it was not fitted to."""
+"""A dispatch model fitted to measured times, and its picks elsewhere."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
 
 
 class _Costs:
-    """Costs as they are fitted: where they begin, and what a kind and a configuration have beside.
+    """Costs as they are fitted: start, kind's share, configuration's own.
 
     Attributes:
         parameters: What the optimiser changes.
@@ -116,7 +116,7 @@ class _Costs:
         return Cost(*cost), Memory(*memory)
 
     def pull(self, shapes: int) -> torch.Tensor:
-        """Give the loss of being far from the start, and configurations from their kind."""
+        """Give the loss of distance from the start and the kind."""
         pull = _PULL * (self._alike.square().sum() + (self._shared - self._about).square().sum())
         return pull + _ALIKE / shapes * self._own.square().mean()
 
@@ -124,8 +124,12 @@ class _Costs:
 def undisturbed(
     measured: Mapping[Shape, Times], *, element_bytes: int, sms: int
 ) -> dict[Shape, Times]:
-    """Measured times without those that something else on the machine made long: what takes 1.8
-    times as long as it would fit, and shapes where a fifth of the times are such."""
+    """Leave out measured times that something else on the machine made long.
+
+    Those are 1.8 times as long as they would fit; where a fifth of a shape's are, it is left out.
+
+    Those are 1.8 times as long as they would fit; where a fifth of a shape's are, it is left out.
+    """
     model = fit(measured, element_bytes=element_bytes, sms=sms)
     misses, kept = model.misses or {}, dict[Shape, Times]()
     for i, (shape, times) in enumerate(measured.items()):
@@ -138,8 +142,12 @@ def undisturbed(
 def held_back(
     measured: Mapping[Shape, Times], *, element_bytes: int, sms: int
 ) -> tuple[Regret, dict[Shape, float]]:
-    """The regret at every measured shape, each picked by a model fitted without it and an eighth of
-    the others; and the ratio at each."""
+    """Find the regret at each shape, by models fitted without it.
+
+    They are fitted without an eighth of the others, too. The second result is the ratio at each.
+
+    They are fitted without an eighth of the others, too. The second result is the ratio at each.
+    """
     shapes = list(measured)
     ratios: dict[Shape, float] = {}
     for fold in range(_FOLDS):

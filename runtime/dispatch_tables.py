@@ -1,4 +1,4 @@
-"""Dispatch tables: what was measured of all kernels on a GPU, in `dispatch/<gpu>.json.xz`.
+"""Dispatch tables: all kernels' times on a GPU, in `dispatch/<gpu>.json.xz`.
 
 A folder of accepted kernels may hold tables of its own; the package's is asked otherwise.
 """
@@ -44,7 +44,7 @@ class _Part(BaseModel):
 
 
 class Tile(_Part):
-    """A configuration's costs in microseconds, and its misses, in `_MISSES` of a logarithm."""
+    """A configuration's costs in microseconds, its misses in `_MISSES` of a logarithm."""
 
     config: TileConfig
     cost: Cost
@@ -106,14 +106,14 @@ class Entry(_Part):
 
 
 class Table(_Part):
-    """All that was measured on one kind of GPU: its name, its SMs, and an entry for each kernel."""
+    """A GPU's name, its SMs, and an entry for each kernel."""
 
     gpu: str
     sms: _Count
     kernels: dict[str, Entry]
 
     def write(self, folder: Path) -> Path:
-        """Write the table in place of what was there: JSON, packed by xz to a quarter."""
+        """Write the table: JSON, packed by xz to a quarter."""
         path = file(folder, self.gpu)
         text = json.dumps(
             self.model_dump(mode="json", exclude_defaults=True), separators=(",", ":")
@@ -123,14 +123,14 @@ class Table(_Part):
 
 
 def file(folder: Path, gpu: str) -> Path:
-    """Name the file in which a folder of kernels keeps the table of a GPU."""
+    """Name the file of a GPU's table in a folder of kernels."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return folder / "dispatch" / f"{name}.json.xz"
 
 
 @lru_cache(maxsize=16)
 def fitted(folder: Path = PACKAGED) -> list[str]:
-    """List the GPUs of a folder's tables, without those that cannot be read."""
+    """List the GPUs of a folder's tables that can be read."""
     names: list[str] = []
     for path in sorted((folder / "dispatch").glob("*.json.xz")):
         with contextlib.suppress(OSError, ValueError):
@@ -152,7 +152,12 @@ def _unpack(path: Path) -> Table:
 
 @lru_cache(maxsize=16)
 def read(folder: Path, gpu: str) -> Table | None:
-    """The table of a GPU, None where there is none. One that cannot be used is warned of, once."""
+    """Read a GPU's table, if there is a usable one.
+
+    One that cannot be used is warned of, once.
+
+    One that cannot be used is warned of, once.
+    """
     path = file(folder, gpu)
     try:
         table = _unpack(path)
@@ -175,7 +180,7 @@ def read(folder: Path, gpu: str) -> Table | None:
 def find(
     folder: Path, gpu: str, kernel: str, program: str, dtype: str, *, sms: int = 0
 ) -> Model | None:
-    """Find the model of a kernel: of this GPU, else what another one's becomes with its SMs.
+    """Find a kernel's model: this GPU's, else another's with its SMs.
 
     By the tables of another card the picks at what was measured are 1.3 % (H200's on an H100) and
     1.6 % (H100's on an H200) slower than the fastest tile; by the prior they are 5.7 and 4.6 %

@@ -10,7 +10,7 @@ from coda_agent.specs.format import Output
 
 
 def documentation(spec: Spec, columns: Collection[str]) -> str:
-    """Write a kernel's docstring: mathematics, inputs with their domains, outputs, sizes, a call.
+    """Write a kernel's docstring: mathematics, inputs, outputs, sizes, a call.
 
     Args:
         spec: Its spec.
@@ -77,5 +77,5 @@ def _sizes(spec: Spec) -> Iterator[str]:
 
 
 def _call(spec: Spec) -> str:
-    """Write a call, which takes what is packed in the place of its parts."""
+    """Write a call, which takes what is packed in its parts' place."""
     return f"{', '.join(spec.declared.outputs)} = {spec.name}({', '.join(spec.inputs)})"

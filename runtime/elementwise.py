@@ -1,5 +1,10 @@
-"""The elementwise kernel: a program's graph on a finished product, as of an unfused call, or on any
-tile in its place, as of gradients; only the lowering imports this.
+"""The elementwise kernel: a program's graph on a product, or any tile.
+
+Unfused calls have a finished product, gradients another tile in its place. Only the lowering
+imports this.
+
+Unfused calls have a finished product, gradients another tile in its place. Only the lowering
+imports this.
 
 - A thread owns eight adjacent columns, which rows of every tensor hold in 16-byte units, and takes
   row after row of its CTA. So a sum over rows needs no other thread, and one over columns a warp's
@@ -51,7 +56,7 @@ _AT_ONCE = 4  # rows whose loads are in flight together
 
 
 class Elementwise:
-    """The kernel of one program in one configuration; every tensor's type is its argument's."""
+    """The kernel of one program and configuration, typed by its arguments."""
 
     def __init__(self, program: Program, config: TileConfig) -> None:
         self.program, self.rows, self.columns = program, config.tile_m, config.tile_n
@@ -107,8 +112,12 @@ class Elementwise:
         return found
 
     def _partials(self) -> dict[str, tuple[Any, ...]]:
-        """Shared memory of each reduction over columns: for each row and warp a value, of a
-        log-sum-exp the maximum and the sum."""
+        """Allocate shared memory of each reduction over columns.
+
+        It holds for each row and warp a value, of a log-sum-exp the maximum and the sum.
+
+        It holds for each row and warp a value, of a log-sum-exp the maximum and the sum.
+        """
         memory: Any = cutlass.utils.SmemAllocator()  # pyright: ignore[reportPrivateImportUsage]
         layout = cute.make_layout((self.rows, self.warps))
         return {
@@ -204,7 +213,7 @@ class Elementwise:
         return found
 
     def _statistic(self, place: Any, node: int, values: list[Any]) -> list[Any]:
-        """Of a group: a thread's columns lie in one, and so do those of the next threads."""
+        """Compute a group's statistic, with the threads that hold its columns."""
         graph = self.program.graph
         which, lanes = which_of(graph.nodes[node].op), spans(graph)[node] // COLUMNS
         if which == ROTATED:
@@ -244,14 +253,14 @@ class Elementwise:
                 stores[o][row, place.across] = self._mean(o, whole, place) if kind.mean else whole
 
     def _mean(self, o: str, total: Any, place: Any) -> Any:
-        """Over the block, or over the row where that is shorter: then the value is final."""
+        """Average over the block, or a shorter row, which is final."""
         whole = Int32(select_(place.n < self.columns, place.n, Int32(self.columns)))
         half = self.root[o].shape is Shape.HALF
         return total / Float32(whole // 2 if half else whole)
 
 
 class _Named(NamedTuple):
-    """The tensors of a launch: what stands for the product, operands and outputs by name."""
+    """A launch's tensors: what stands for the product, operands, outputs."""
 
     product: Any
     operands: Mapping[str, Any]
@@ -259,8 +268,7 @@ class _Named(NamedTuple):
 
 
 class _Place:
-    """Where a thread works: `column` is the vector of columns that it reads, `vector` the one it
-    stores to."""
+    """Where a thread works: it reads columns `column`, and stores to `vector`."""
 
     def __init__(self, kernel: Elementwise, product: Any) -> None:
         self.thread, _, _ = _arch.thread_idx()
@@ -274,7 +282,7 @@ class _Place:
 
 
 class _Row:
-    """A row of a CTA: `local` in it, `index` in the tensors, `read` what stands in past the end."""
+    """A CTA's row: `local`, `index` in tensors, `read` within them."""
 
     def __init__(self, place: _Place, local: Any) -> None:
         self.place, self.local = place, local
@@ -322,7 +330,7 @@ def _converted(values: Any, element: Any) -> Any:
 
 
 def _added(made: Any, held: list[Any]) -> Any:
-    """The sum of a rounded value and what the buffer holds, rounded again as TMA's reduce-add."""
+    """Add a rounded value to the buffer's, rounded as by TMA's reduce-add."""
     wide = cute.make_rmem_tensor_like(made, Float32)
     wide.store(made.load().to(Float32))
     return _converted([held[j] + wide[j] for j in range(len(held))], made.element_type)
@@ -342,11 +350,17 @@ def _keep(planes, values, row, place):
 
 
 def compile_elementwise(program: Program, config: TileConfig, types: Sequence[Any]) -> Any:
-    """The kernel for tensors of these torch dtypes, "number" for a scalar that is one: of what
-    stands for the product, then of operands and outputs; sizes and strides are those of a call."""
+    """Compile the kernel for tensors of these torch dtypes.
+
+    They are of what stands for the product, of operands, "number" for a scalar that is one, and of
+    outputs; sizes and strides are those of a call.
+
+    They are of what stands for the product, of operands, "number" for a scalar that is one, and of
+    outputs; sizes and strides are those of a call.
+    """
 
     def fake(dtype: Any, rank: int, *, rows: bool) -> Any:
-        """A tensor whose last stride is 1; with `rows`, addressed in units of 16 bytes."""
+        """Make a tensor of unit last stride; `rows` align 16 bytes."""
         element = torch2cute_dtype_map[dtype]
         unit = 128 // element.width if rows else 1
         strides = [cute.sym_int64(divisibility=unit) for _ in range(rank - 1)]

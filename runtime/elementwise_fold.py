@@ -1,4 +1,4 @@
-"""Reductions of the elementwise kernel in a thread, a warp and a CTA.
+"""Reductions of the elementwise kernel: in threads, warps and CTAs.
 
 Only the lowering imports this.
 """
@@ -23,7 +23,7 @@ def fold_rows(combine: str, sums: Any, values: list[Any], inside: Any) -> None:
 
 
 def folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
-    """The partial of a warp, of its threads inside; of a log-sum-exp the maximum and the sum."""
+    """Fold a warp's inner threads; a log-sum-exp into maximum and sum."""
     if combine == "min":  # the maximum of the negated values, until `total`
         values, combine = [-Float32(v) for v in values], "max"
     identity = Float32(0.0 if combine == "add" else -math.inf)
@@ -52,7 +52,12 @@ def total(combine: str, planes: list[list[Any]]) -> Any:
 
 
 def _shift(top: Any) -> Any:
-    """What exponents are taken less: the maximum, or 0 where all is -inf, whose sum then is 0."""
+    """Find what exponents are taken less: the maximum, or 0.
+
+    It is 0 where all is -inf, whose sum then is 0.
+
+    It is 0 where all is -inf, whose sum then is 0.
+    """
     return Float32(select_(top == Float32(-math.inf), Float32(0.0), top))
 
 

@@ -1,4 +1,4 @@
-"""Programs as functions on tensors: checks, layouts, configuration, the fallback without a GPU."""
+"""Programs as functions on tensors: checks, configuration, the fallback without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Chooser = Callable[[int, int, int, str, int | None], TileConfig | None]
 
 @dataclass(frozen=True, eq=False)
 class ProgramFunction:
-    """A program bound to element types and a way to choose its tiles.
+    """A program with element types and a way to choose its tiles.
 
     Attributes:
         program: The program.
@@ -107,8 +107,11 @@ class ProgramFunction:
         *,
         block_size: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """What a call returns, in shapes, dtypes and strides alone: for tensors without data, whose
-        sizes may be symbols. Reductions are those over no rows.
+        """Make a call's results without data, of sizes that may be symbols.
+
+        Reductions are those over no rows.
+
+        Reductions are those over no rows.
 
         Raises:
             LaunchError: as a call.
@@ -171,7 +174,7 @@ class ProgramFunction:
 
     @cached_property
     def calls(self) -> Calls[CallPlan]:
-        """The calls resolved so far; their inputs are A, B and the operands."""
+        """The calls resolved so far, by A, B and the operands."""
         kinds = [*enumerate(self.operands.values(), 2)]
         return Calls(0, 1, [i for i, kind in kinds if kind is Scalar], 2 + len(kinds))
 
@@ -218,9 +221,14 @@ class ProgramFunction:
 
 
 def reduction_block(program: Program, config: TileConfig) -> int | None:
-    """The block of raw partials a configuration gives in one launch; None where rows and columns
-    are both reduced over, by different extents, where partials of K are summed first, or where the
-    product is a launch of its own."""
+    """Find the block of raw partials that one launch gives.
+
+    None where rows and columns are both reduced over, by different extents, where partials of K are
+    summed first, or where the product is a launch of its own.
+
+    None where rows and columns are both reduced over, by different extents, where partials of K are
+    summed first, or where the product is a launch of its own.
+    """
     kinds = program.reductions.values()
     extents = {kind.block(config) for kind in kinds} or {config.tile_n}
     one_launch = config.split_k == 1 and config.fused

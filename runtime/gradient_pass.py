@@ -1,5 +1,10 @@
-"""Gradients of a program by one launch on a Hopper GPU: the graph of `gradient.py` as a program of
-its own, which the elementwise kernel of unfused forms replays.
+"""Gradients of a program by one launch on a Hopper GPU.
+
+The graph of `gradient.py` is a program of its own, which the elementwise kernel of unfused forms
+replays.
+
+The graph of `gradient.py` is a program of its own, which the elementwise kernel of unfused forms
+replays.
 
 - Each tensor is read once. The gradient at the accumulator and those of tiles are written in their
   own types, and those of vectors are sums over rows or columns, whose partials one launch folds.
@@ -75,13 +80,17 @@ class GradientPass:
 
     @cached_property
     def calls(self) -> Calls[CallPlan]:
-        """The calls resolved so far; their inputs are `first` and the program's operands."""
+        """The calls resolved so far, by `first` and the program's operands."""
         return Calls(0, 0, (), 1 + len(self.program.operands))
 
     @classmethod
     def of(cls, gradient: Gradient) -> GradientPass | None:
-        """That of `gradient`; None where the kernel does not carry it: of tables, of groups, and
-        where no tile is read."""
+        """Make that of `gradient`, if the kernel carries it.
+
+        It carries neither tables nor groups, nor what reads no tile.
+
+        It carries neither tables nor groups, nor what reads no tile.
+        """
         forward, graph = gradient.program, gradient.graph
         named = {n.name for n in graph.nodes if n.op == "operand"}
         read = {o: _kind(forward, o) for o in gradient.reads}
@@ -107,7 +116,7 @@ class GradientPass:
         types: Sequence[torch.dtype],
         product: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """As a call of the gradient, of final reductions, on a Hopper GPU.
+        """Compute final reductions' gradients, on a Hopper GPU.
 
         Raises:
             CompileError: the DSL refuses the program.
@@ -161,7 +170,7 @@ class GradientPass:
     def _read(
         self, o: str, kind: type[Resource], size: tuple[int, int], value: torch.Tensor
     ) -> torch.Tensor:
-        """A tensor as the kernel reads it; of a mean's gradient each element's share."""
+        """Make a tensor readable; of a mean's gradient each element's share."""
         if kind is Scalar:
             return value.reshape(1).float()
         value = kind.flat(value, size[0])
@@ -179,7 +188,7 @@ class GradientPass:
 
 
 def _kind(program: Program, o: str) -> type[Operand] | None:
-    """What an operand or an output of the forward pass is to the kernel."""
+    """Find what a tensor of the forward pass is to the kernel."""
     if kind := program.operands.get(o):
         return ColVector if kind.varies is Shape.INDEX else kind
     return _came(program.outputs[o])

@@ -179,7 +179,7 @@ class Kernel:
         return self
 
     def pack(self, **tensors: torch.Tensor) -> torch.Tensor:
-        """Make the input that a kernel takes in the place of tensors of its spec.
+        """Make the input that a kernel takes in its parts' place.
 
         No view brings these into the kernel's form. Pack a weight once, not at every call.
 
@@ -230,8 +230,12 @@ class Kernel:
         values: list[Any],
         block_size: int | None,
     ) -> Any:
-        """The results where no plan of such a call is known; by the operator where calls are
-        traced, without `variant`, or differentiated."""
+        """Run a call without a plan.
+
+        It is the operator's where calls are traced, without `variant`, or differentiated.
+
+        It is the operator's where calls are traced, without `variant`, or differentiated.
+        """
         self._inputs.check(values)
         if variant is None:
             self._inputs.check_transforms()
@@ -266,7 +270,7 @@ def _types(spec: Spec) -> tuple[str, ...]:
 def _variants(
     spec: Spec, programs: Mapping[str, Program], tiles: TileChoice, columns: tuple[str, ...]
 ) -> Variants:
-    """What runs, for each choice of the static parameters; `columns` are inputs that name some."""
+    """Make what runs for each choice of parameters; `columns` are index inputs."""
     element, types = spec.inputs[spec.gemm[0]].dtype, _types(spec)
     dtypes = {
         o: None if x.dtype == element else spec.types.get(x.dtype, (x.dtype,))[0]
@@ -292,7 +296,12 @@ def _operators(name: str, spec: Spec, variants: Variants) -> dict[tuple[str, ...
 def _returned(
     spec: Spec, binding: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[int, int] | None]:
-    """The outputs that overwrite no input; the places of one that does, and of that input."""
+    """Find a call's outputs, and places of one that overwrites its input.
+
+    The names are of those that overwrite none.
+
+    The names are of those that overwrite none.
+    """
     updated = spec.updated(binding)
     names, inputs = tuple(spec.declared.outputs), tuple(spec.inputs)
     places = [(names.index(o), inputs.index(i)) for o, i in updated.items()]

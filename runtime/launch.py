@@ -99,8 +99,12 @@ class Bound:
     enqueue: Callable[[Sequence[Any], Sequence[torch.Tensor]], None]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        """Run on tensors of the shapes, strides, dtypes and device it was bound to, and numbers or
-        tensors where those were. Further inputs are passed over."""
+        """Run on tensors and numbers like those it was bound to.
+
+        Like are shapes, strides, dtypes and device. Further inputs are passed over.
+
+        Like are shapes, strides, dtypes and device. Further inputs are passed over.
+        """
         instead = launcher.get()
         if instead is _launch:
             self.enqueue(inputs, outputs)
@@ -112,15 +116,14 @@ class Bound:
 
 
 def bind(given: Arguments) -> Bound:
-    """Compile a program for such tensors and resolve its launch; raises as `launch`."""
+    """Compile a program for such tensors and resolve its launch, as `launch`."""
     if (instead := launcher.get()) is not _launch:
         instead(given, run=False)
     return _launch(given, run=False)
 
 
 def launch(given: Arguments, *, run: bool = True) -> Bound:
-    """Run a program; `run=False` compiles, where tensors may be on the meta device, and launches
-    nothing.
+    """Run a program; `run=False` only compiles, for meta tensors too.
 
     Raises:
         CompileError: the configuration cannot carry this program, or the DSL refuses it.
@@ -168,8 +171,13 @@ def _fused(given: Arguments) -> Callable[..., None]:
 
 
 def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a fused kernel's arguments lie among None, the outputs, the inputs, and at last where
-    parts of K meet: A, B, D and C, and those of its epilogue.
+    """Find where a fused kernel's arguments lie.
+
+    Those of A, B, D and C, and of its epilogue, lie among None, the outputs, the inputs, and at
+    last where parts of K meet.
+
+    Those of A, B, D and C, and of its epilogue, lie among None, the outputs, the inputs, and at
+    last where parts of K meet.
 
     Raises:
         CompileError: as `launch`.
@@ -225,7 +233,7 @@ def _plan(given: Arguments) -> Any:
 def _by_kernel_name(
     program: Program, operands: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Tensors and numbers as the kernel takes them: "c" and "D" are the GEMM's own."""
+    """Name tensors and numbers as the kernel: "c", "D", then positions."""
     names, values = kernel_names(program), dict[str, Any]()
     for o, kind in program.operands.items():
         value: Any = operands[o] if hasattr(operands[o], "data_ptr") else float(operands[o])

@@ -1,4 +1,4 @@
-"""Accepted kernels read from their folders, with the evidence that they were judged by."""
+"""Accepted kernels read from their folders, with their evidence."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def scalars(spec: Spec) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A kernel with its static parameters chosen, as a function of inputs in the spec's order.
+    """A kernel with its parameters chosen, of inputs in the spec's order.
 
     Attributes:
         name: The kernel's.
@@ -85,7 +85,11 @@ class Variant:
         )
 
     def __call__(self, values: Sequence[Any], block_size: int | None = None) -> Any:
-        """The outputs that overwrite no input: a tuple, a single one alone, None if there is none.
+        """Give the outputs that overwrite no input, a single one alone.
+
+        There may be none: then it is None.
+
+        There may be none: then it is None.
 
         Args:
             values: The inputs; `updated` ones change.
@@ -148,7 +152,7 @@ Variants = Mapping[tuple[str, ...], Variant]
 def register(
     name: str, spec: Spec, variants: Variants
 ) -> dict[tuple[str, ...], torch._ops.OpOverloadPacket]:
-    """Register a kernel's operators: `name`, and `name_` of the variants that overwrite an input.
+    """Register a kernel's operators: `name`, and `name_` where inputs are overwritten.
 
     Returns:
         The operator of each variant.

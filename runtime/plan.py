@@ -1,4 +1,4 @@
-"""Calls of programs resolved once: what a call copies, allocates, launches and folds.
+"""Calls resolved once: what one copies, allocates, launches and folds.
 
 A plan depends on its `signature` alone: a call with another one is checked and resolved anew.
 """
@@ -91,7 +91,7 @@ def resolve(
 
 
 def _makes(a: torch.Tensor, kinds: Mapping[str, type[Resource]], m: int) -> list[View | None]:
-    """What makes A, B and tensors of these kinds ready for the kernel's loads."""
+    """Find what readies A, B and tensors of these kinds for TMA."""
     # The tensor core reads FP8 operands along K only.
     either, several = a.element_size() > 1, a.ndim > 2
     return [
@@ -107,7 +107,7 @@ def _makes(a: torch.Tensor, kinds: Mapping[str, type[Resource]], m: int) -> list
 
 
 class Finish:
-    """Makes of the outputs that a kernel wrote what the caller wants, in their list.
+    """What makes the caller's outputs of a kernel's, in their list.
 
     Partials over rows are turned to (N, blocks), and unless `raw` all are folded to their final
     values, in one launch. What an unfused form leaves of one block is final. Outputs of rows get
@@ -146,7 +146,12 @@ class Finish:
         return len(self._folded) + len(self._views)
 
     def __call__(self, outputs: list[torch.Tensor]) -> None:
-        """The first call binds the launch; later partials must lie in memory as its own."""
+        """Finish a call; the first one binds the launch.
+
+        Later partials must lie in memory as its own.
+
+        Later partials must lie in memory as its own.
+        """
         if self._folded:
             raws = [outputs[i] for i, *_ in self._folded]
             fold = self._bound or self._bind(raws)

@@ -39,7 +39,7 @@ def program_text(program: Program, stored: Mapping[str, str | None], dtype: str,
 
 
 def with_tiles(text: str, shape: tuple[int, int, int], config: TileConfig) -> str:
-    """Write down a kernel with the tiles that it takes at one shape (M, N, K)."""
+    """Write down a kernel with its tiles at one shape."""
     known = json.loads(text) | {"tiles": [shape, config.to_dict()]}
     return json.dumps(known, separators=(",", ":"))
 

@@ -1,4 +1,4 @@
-"""Compile without a GPU: pick the architecture, and read what the compiler made of a kernel.
+"""Compile without a GPU, for an architecture, and read what came out.
 
 - quack asks the driver one thing on the compile path, how many clusters fit, and only a launch
   needs the answer.
@@ -120,7 +120,7 @@ class Tensors(NamedTuple):
 def compile_blind(
     program: Program, config: TileConfig, arch: str, tensors: Tensors
 ) -> dict[str, Any]:
-    """Compile a program for an architecture on meta tensors, and report what came out.
+    """Compile a program on meta tensors, and report what came out.
 
     Returns:
         `object` (path of the cached object file), `order` (of a fused kernel's arguments, as
@@ -165,7 +165,7 @@ def _kept(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _recorded() -> Iterator[dict[str, Any]]:
-    """Note which object file quack's cache resolves, and the shared memory of a traced kernel."""
+    """Note quack's object file, and the shared memory of a traced kernel."""
     from quack.cache import jit
     from quack.gemm_runtime import host
 
@@ -212,8 +212,7 @@ def cubin(path: Path) -> bytes:
 
 
 def resources(path: Path) -> dict[str, Any]:
-    """Registers, stack bytes, local-memory stores and `instructions` of the kernel in an object
-    file."""
+    """Read registers, stack bytes, local stores and `instructions` of an object file."""
     with _cubin_file(path) as image:
         usage = _tool("cuobjdump", "--dump-resource-usage", image)
         # Without the analysis of branches, a third faster.
@@ -235,9 +234,14 @@ _MOVES = re.compile(r"UTMALDG|UTMASTG|UTMAREDG|STL|LDL")
 
 
 def instructions(sass: str) -> dict[str, int]:
-    """How often a kernel's disassembly has each instruction that says how it works: tensor-core
-    ones with their types but without their shape, such as `HGMMA.F32.BF16`; TMA's loads, stores and
-    reduce-adds; accesses to local memory."""
+    """Count a disassembly's instructions that say how a kernel works.
+
+    They are tensor-core ones with their types but without their shape, such as `HGMMA.F32.BF16`;
+    TMA's loads, stores and reduce-adds; accesses to local memory.
+
+    They are tensor-core ones with their types but without their shape, such as `HGMMA.F32.BF16`;
+    TMA's loads, stores and reduce-adds; accesses to local memory.
+    """
     counts: Counter[str] = Counter()
     for found in _INSTRUCTION.findall(sass):
         name, *suffixes = found.split(".")

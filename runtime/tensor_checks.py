@@ -37,7 +37,7 @@ class TensorChecks:
 
     @lru_cache(maxsize=64)  # noqa: B019 (there are as many functions as kernels)
     def dtypes_for(self, element: torch.dtype) -> dict[str, torch.dtype]:
-        """Find the element type of each output, of an A with this one."""
+        """Find the element type of each output, by that of A."""
         import torch
 
         names = {o: "float32" for o, k in self.program.outputs.items() if k.element_bytes == 4}
@@ -60,7 +60,7 @@ class TensorChecks:
         operands: Mapping[str, Any],
         types: tuple[str, ...],
     ) -> tuple[int, int, int, tuple[int, ...]]:
-        """Find M, N, K and the leading dimensions; asks nothing of M, which may be a symbol.
+        """Find M, N, K and the leading dimensions; M may be symbolic.
 
         Args:
             a: (…, M, K).
@@ -116,7 +116,12 @@ class TensorChecks:
         return ""
 
     def columns(self, o: str, index: torch.Tensor, n: int) -> None:
-        """Refuse indices of no column: a kernel takes 0 for them, as a check is three launches."""
+        """Refuse indices of no column, which a kernel takes for 0.
+
+        A check there is three launches.
+
+        A check there is three launches.
+        """
         outside = index[(index < 0) | (index >= n)]
         if outside.numel():
             raise self.error(

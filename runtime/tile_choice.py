@@ -1,4 +1,4 @@
-"""Which tile a call runs: what was measured at its shape, else what is predicted to be fastest."""
+"""Which tile a call runs: a measured one, else a likely one."""
 
 from __future__ import annotations
 
@@ -52,9 +52,13 @@ class TileChoice:
         block: int | None = None,
         gpu: str | None = None,
     ) -> TileConfig | None:
-        """The configuration to run, of those with this reduction block: what the user measured to
-        be fastest at exactly this shape, else what tuned.json has of it, else what the GPU's
-        dispatch table predicts to be, or without one the prior.
+        """Choose the configuration to run, of those with this reduction block.
+
+        It is what the user measured to be fastest at exactly this shape, else what tuned.json has
+        of it, else what the GPU's dispatch table predicts to be, or without one the prior.
+
+        It is what the user measured to be fastest at exactly this shape, else what tuned.json has
+        of it, else what the GPU's dispatch table predicts to be, or without one the prior.
 
         Args:
             m, n, k: The shape.
@@ -81,8 +85,7 @@ class TileChoice:
     def ranked(
         self, shape: Shape, dtype: str, gpu: str, block: int | None = None
     ) -> list[TileConfig]:
-        """All right configurations with this reduction block, those predicted to be fastest at
-        (M, N, K) first."""
+        """List right configurations with this block, the likely fastest first."""
         usable = _usable(self.program, shape, block, self.refused)
         model = self._likely_model(gpu, dtype)
         if model is None or not any(config in model.costs for config in usable):
@@ -91,7 +94,7 @@ class TileChoice:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
     def model(self, gpu: str, dtype: str) -> Model | None:
-        """Find what was fitted to measurements on a GPU; None where nothing was."""
+        """Find what was fitted to measurements on a GPU, if anything was."""
         return tables.find(self.folder, gpu, self.name, self.fitted, dtype)
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
@@ -101,7 +104,7 @@ class TileChoice:
         return tables.find(self.folder, gpu, *about, sms=_gpu(gpu).sms)
 
     def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
-        """Whether a configuration that a file names for a shape is one that a tuner may find."""
+        """Tell whether a file's configuration is one that a tuner may find."""
         program = self.program
         plain = replace(config, swizzle=8)  # other orders run the same code
         if config.swizzle not in (8, *SWIZZLES) or plain not in offered(program, [shape]):
@@ -137,7 +140,7 @@ def likely_tiles(
 def _usable(
     program: Program, shape: Shape, block: int | None = None, refused: Collection[str] = ()
 ) -> list[TileConfig]:
-    """The right configurations on offer with this reduction block; None leaves it open."""
+    """List right configurations with this reduction block, or any."""
     return [
         config
         for config in offered(program, [shape])
@@ -161,7 +164,7 @@ def _gpu_name() -> str:
 
 @lru_cache(maxsize=4)
 def _gpu(name: str) -> Gpu:
-    """A GPU as the prior needs it: the first one here, or where that has another name an H200."""
+    """Describe a GPU to the prior: one here, else an H200."""
     import torch
 
     if _gpu_name() != name or not torch.cuda.is_available():

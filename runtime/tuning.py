@@ -1,4 +1,4 @@
-"""Tiles that a user measured for shapes of their own: files of the user's cache, one a kernel.
+"""Tiles that a user measured: a file of the cache each kernel.
 
 - A file's name holds a digest of the kernel and of what compiles it, so what was measured for
   another program, or with another quack, is another file and is not read.
@@ -33,8 +33,12 @@ _COMPILERS = "quack-kernels", "nvidia-cutlass-dsl"
 
 
 class TunedShape(BaseModel):
-    """What was measured at one shape: the best configuration, and the best for each reduction
-    block; the median time of the best in microseconds."""
+    """The best configuration at one shape, and of each reduction block.
+
+    The median time of the best is in microseconds.
+
+    The median time of the best is in microseconds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,7 +60,7 @@ _LINES = TypeAdapter(Lines)
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
-    """Read what a kernel's tuned.json holds, as JSON; nothing where there is none.
+    """Read a kernel's tuned.json as JSON; nothing where there is none.
 
     Raises:
         WorkspaceError: it holds something else.
@@ -104,8 +108,7 @@ class UserTuning:
     def find(
         self, gpu: str, dtype: str, shape: tuple[int, int, int], block: int | None = None
     ) -> TileConfig | None:
-        """The configuration measured to be fastest at exactly this (M, N, K), of those with this
-        reduction block; None where none was measured."""
+        """Find the fastest configuration measured at this shape, with this block."""
         for line in self._held.get(gpu, {}).get(dtype, ()):
             if line.shape == shape:
                 return line.config if block is None else line.blocks.get(str(block))
@@ -141,7 +144,11 @@ class UserTuning:
         return _LINES.validate_json(text)
 
     def add(self, measured: Mapping[str, Any]) -> None:
-        """Adds lines, in place of those of the same shapes. Adding none shows whether more can be.
+        """Add lines, in place of those of the same shapes.
+
+        Adding none shows whether more can be.
+
+        Adding none shows whether more can be.
 
         Raises:
             OSError: the folder cannot be written to; the file is as it was.

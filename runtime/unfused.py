@@ -1,4 +1,4 @@
-"""A program as two launches: cuBLAS's product in float32, and one kernel that replays the graph.
+"""A program as two launches: cuBLAS's float32 product, and the graph's kernel.
 
 With few rows the weights stream once and a CTA's tile is mostly padding; there cuBLAS's kernels for
 thin products, which no fused form has, may win back what the second launch costs. On an H200, 16
@@ -34,7 +34,12 @@ def forget() -> None:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a bᵀ in float32, of (M, K) and (N, K), by cuBLAS; rows are multiples of 16 bytes."""
+    """Multiply a bᵀ in float32 by cuBLAS.
+
+    Rows of (M, K) and (N, K) are multiples of 16 bytes.
+
+    Rows of (M, K) and (N, K) are multiples of 16 bytes.
+    """
     import torch
 
     if a.element_size() > 1:
@@ -52,7 +57,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _one(device: torch.device) -> torch.Tensor:
-    """The scale of FP8 operands, which any stream may read once it is returned."""
+    """Make the scale of FP8 operands, which any stream may read."""
     import torch
 
     one = torch.ones((), dtype=torch.float32, device=device)
@@ -62,8 +67,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 
 def resolve(given: Arguments) -> Callable[..., None]:
-    """Compile the elementwise kernel for tensors of these types; what runs both launches on the
-    current stream, of tensors like these.
+    """Compile the elementwise kernel for such tensors; what runs both launches.
 
     Raises:
         CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
@@ -95,7 +99,7 @@ def resolve(given: Arguments) -> Callable[..., None]:
 
 
 def prepare(program: Program, types: Sequence[Any], config: TileConfig) -> Callable[..., None]:
-    """The compiled kernel of one tuple: a tile (M, N) for the product, operands and outputs.
+    """Compile the kernel of one tuple: the product's tile, operands, outputs.
 
     Args:
         program: The program.

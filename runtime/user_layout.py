@@ -1,4 +1,4 @@
-"""Calls of a kernel in the layout that its spec declares: views of the caller's tensors, no copies.
+"""Calls in the layout that a spec declares, by views.
 
 What no view brings into the kernel's form is packed once, by `pack`, and given packed.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Declared:
-    """A spec's layout as a call needs it: plain values, because torch.compile traces the call.
+    """A spec's layout, as plain values, since torch.compile traces its calls.
 
     `types` are the names that stand for the type of A.
 
@@ -90,7 +90,7 @@ class Declared:
         return found
 
     def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:
-        """Declared outputs of canonical ones, in order; raw partials stay as they are."""
+        """Make the declared outputs of canonical ones; raw partials stay."""
         values = results if isinstance(results, tuple) else () if results is None else (results,)
         found: list[Any] = []
         for name, value in zip(names, values, strict=True):
@@ -98,7 +98,7 @@ class Declared:
         return tuple(found) if len(found) > 1 else found[0] if found else None
 
     def pack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The kernel's form of declared tensors, which lie in one of its inputs: a copy.
+        """Copy declared tensors into the kernel's input in which they lie.
 
         Raises:
             LaunchError: They are not all that one input is made of.
@@ -126,8 +126,11 @@ class Declared:
     def unpack(
         self, name: str, packed: torch.Tensor, extents: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The declared tensors of a packed one: the inverse of `pack`; views, but of halves
-        and of what is scaled.
+        """Take a packed tensor apart: the inverse of `pack`.
+
+        What comes are views, but of halves and of what is scaled.
+
+        What comes are views, but of halves and of what is scaled.
 
         Args:
             name: Of the kernel's input.
@@ -157,7 +160,7 @@ class Declared:
 
 
 def _with_units(value: torch.Tensor, units: tuple[int, ...]) -> torch.Tensor:
-    """`value` with dimensions of extent 1 where they stand in the result, the last one -1."""
+    """Add dimensions of extent 1 where they stand in the result."""
     for unit in reversed(units):
         value = value.unsqueeze(unit)
     return value

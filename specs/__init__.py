@@ -1,4 +1,4 @@
-"""What to build: the spec format, its PyTorch reference, and the specs themselves (`*.md` here)."""
+"""What to build: the spec format, its reference, and the specs (`*.md`)."""
 
 from coda_agent.specs.admission import admit
 from coda_agent.specs.format import Spec

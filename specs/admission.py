@@ -1,4 +1,4 @@
-"""Admission: a spec whose reference proves nothing is refused before anyone writes a program."""
+"""Admission: a spec whose reference proves nothing is refused at once."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ _MOVES = frozenset(
 
 
 def admit(spec: Spec) -> None:
-    """Run the reference on CPU, for every binding and element type, and refuse a spec that proves
-    nothing, or whose reference means what no program does.
+    """Run a spec's reference on CPU, and refuse one that proves nothing.
+
+    It runs for every binding and element type. What means more than a program can is refused, too.
+
+    It runs for every binding and element type. What means more than a program can is refused, too.
 
     Uses the smallest check shape of several rows whose outputs are not tiny. The reference runs in
     this process; one that is not ours belongs into a child.
@@ -84,7 +87,7 @@ def admit(spec: Spec) -> None:
 
 
 def answers(spec: Spec, *, backwards: bool = False) -> dict[str, str]:
-    """Run the reference at its smallest check shape, or `backwards`, in the other order.
+    """Run the reference at its smallest check shape, maybe in reverse order.
 
     Returns:
         A digest of each output, by what was run. A function gives the same in any order, and in any
@@ -121,7 +124,7 @@ def answers(spec: Spec, *, backwards: bool = False) -> dict[str, str]:
 def _misdeclared(
     spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
 ) -> str:
-    """What the reference does to its inputs and outputs beside what is declared."""
+    """Say what the reference does beside what is declared."""
     import torch
 
     inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
@@ -149,9 +152,16 @@ def _misdeclared(
 def _rounding_is_meant(
     spec: Spec, declared: Collection[torch.dtype]
 ) -> AbstractContextManager[object]:
-    """Refuse, within, to compute on a value rounded to 8 bits, or to 16 in a type that this run
-    does not declare, but where the exact run rounds as well: a cast to a `narrow` type, moves, and
-    a cast on. Anything else that rounds is lost on it."""
+    """Refuse, within, to compute on what only this run rounds.
+
+    Rounded is what is cast to 8 bits, or to 16 in a type that this run does not declare. The exact
+    run rounds as well at a cast to a `narrow` type, moves, and a cast on; anything else that rounds
+    is lost on it.
+
+    Rounded is what is cast to 8 bits, or to 16 in a type that this run does not declare. The exact
+    run rounds as well at a cast to a `narrow` type, moves, and a cast on; anything else that rounds
+    is lost on it.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -200,7 +210,7 @@ def _rounding_is_meant(
 def _degeneracy(
     spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
 ) -> str:
-    """What a verdict on the spec would not show, or an empty string."""
+    """Say what a verdict on the spec would not show, if anything."""
     import torch
 
     inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
@@ -229,7 +239,7 @@ def _degeneracy(
         return f"no output depends on both GEMM operands, {operands}; return what they give"
 
     def smooth(values: Values) -> dict[str, torch.Tensor]:
-        """The exact reference without roundings, which small moves of its inputs do not change."""
+        """Run the exact reference without roundings, which hide small moves."""
         return run_reference(
             spec, values, binding=binding, exact=True,
             touch=lambda function, args, result: args[0] if function is rounding else result,
@@ -254,8 +264,13 @@ def _degeneracy(
 def _needless(
     spec: Spec, inputs: Values, truth: _Outputs, exact: Callable[[Values], _Outputs]
 ) -> str:
-    """Whether all outputs follow from sums of B's rows, or of A's, with weights that are the same
-    for every row of the product, or every column: then a product with one vector does.
+    """Say whether a product with one vector would give all outputs.
+
+    Then they follow from sums of B's rows, or of A's, with weights that are the same for every row
+    of the product, or every column.
+
+    Then they follow from sums of B's rows, or of A's, with weights that are the same for every row
+    of the product, or every column.
 
     Such an output moves alike, but for a factor, whichever rows of the operand are moved, as long
     as all move in one direction of K. One that needs the product does not.

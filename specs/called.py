@@ -1,4 +1,4 @@
-"""A user's function, and calls of it: on tensors of any extents, in the types of its example."""
+"""A user's function, called on tensors of any extents."""
 
 from __future__ import annotations
 

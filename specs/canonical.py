@@ -1,4 +1,4 @@
-"""From what a spec declares to the canonical form, and the layout between the two.
+"""From what a spec declares to the canonical form, and their layout.
 
 - A is (…, M, K) or (K, M), B (N, K) or (K, N); several of one lie side by side along N or K.
 - Every other tensor is over rows, over columns, over both, or a number; extents of 1 do not count.
@@ -20,8 +20,11 @@ from coda_agent.specs.layout import Entry, Layout, Part, Place, extent, factors,
 
 
 def canonical(header: Header) -> tuple[dict[str, Any], Layout | None]:
-    """Give the fields of the canonical declarations that differ from the header's, and how the
-    header's own tensors lie in them; nothing and None where they are canonical.
+    """Find the canonical declarations, and how the header's tensors lie in them.
+
+    They are the fields that differ; nothing and None where the header's are canonical.
+
+    They are the fields that differ; nothing and None where the header's are canonical.
 
     Raises:
         ValueError: No view or packing makes the one of the other; names the tensor.
@@ -68,7 +71,12 @@ def canonical(header: Header) -> tuple[dict[str, Any], Layout | None]:
 
 
 def readable(header: Header) -> bool:
-    """Whether A and B are inputs of two dims or more each; `faults` says it of the others."""
+    """Tell whether A and B are inputs of two dims or more.
+
+    `faults` says it of the others.
+
+    `faults` says it of the others.
+    """
     names = [x for gemm in header.gemm for x in gemm.split()]
     shapes = [header.inputs[x].shape.cases.get("", ()) for x in names if x in header.inputs]
     return len(shapes) == len(names) and all(len(shape) > 1 for shape in shapes)
@@ -105,7 +113,7 @@ def _operand(product: Gemm, names: tuple[str, ...]) -> tuple[Shape, Place]:
 def _other(
     product: Gemm, group: tuple[str, ...], tensors: Mapping[str, Output], *, output: bool
 ) -> tuple[Shape, Place] | None:
-    """A tensor that is neither A nor B; None where it is nothing a program takes."""
+    """Read a tensor beside A and B, if a program takes it."""
     found, shape = list[Part](), Shape("", {})
     for x in group:
         parameter, cases = tensors[x].shape
@@ -153,7 +161,7 @@ def _other(
 
 
 def _groups(product: Gemm, tensors: Mapping[str, Output], *, output: bool) -> list[tuple[str, ...]]:
-    """Names in order, those that lie side by side in one canonical tensor together."""
+    """Group names in order, as they lie in one canonical tensor."""
     names, groups = list(tensors), list[tuple[str, ...]]()
     while names:
         x, count = names[0], 1
@@ -172,7 +180,7 @@ def _groups(product: Gemm, tensors: Mapping[str, Output], *, output: bool) -> li
 
 
 def _filling(product: Gemm, tensors: Sequence[Output]) -> int:
-    """How many tensors, from the first on, have the product's columns together; 1 if none."""
+    """Count the tensors that have the product's columns together; 1 if none."""
     total, leading = Sum(), product.leading(tensors[0].shape.cases.get("", ()))
     for i, tensor in enumerate(tensors):
         shape = [e for e in tensor.shape.cases.get("", ()) if e != 1]
@@ -191,7 +199,7 @@ def _filling(product: Gemm, tensors: Sequence[Output]) -> int:
 
 
 def _tensors(product: Gemm) -> tuple[dict[str, Any], dict[str, list[Place]], list[str]]:
-    """Give the canonical tensors, how the header's lie in them, and those that lie in none."""
+    """Give canonical tensors, how the header's lie there, and the unread."""
     header, unread = product.header, list[str]()
     made: dict[str, Any] = {"inputs": {}, "outputs": {}}
     places: dict[str, list[Place]] = {"inputs": [], "outputs": []}
@@ -222,7 +230,7 @@ def _tensors(product: Gemm) -> tuple[dict[str, Any], dict[str, list[Place]], lis
 
 
 def _unread(product: Gemm, name: str) -> ValueError:
-    """Say of a tensor over what its shape is not, and what to do."""
+    """Say over what a tensor's shape is not, and what to do."""
     header = product.header
     shape = next(iter({**header.inputs, **header.outputs}[name].shape.cases.values()))
     whole = [*product.lead, *product.columns]
@@ -238,7 +246,12 @@ def _unread(product: Gemm, name: str) -> ValueError:
 
 
 def _reduced(product: Gemm, output: Output, shape: Shape) -> bool:
-    """Whether an output is a reduction to 16 bits; what an index gathers may have them."""
+    """Tell whether an output is a reduction to 16 bits.
+
+    What an index gathers may have them.
+
+    What an index gathers may have them.
+    """
     m, n, _ = product.dims
     gathers = any(
         x.dtype in ("int32", "int64")
@@ -272,7 +285,7 @@ def _units(shapes: Iterable[Sequence[Entry]]) -> tuple[int, ...]:
 
 
 def _dim(entries: Sequence[Entry], dims: Mapping[str, Dim], units: Mapping[str, int]) -> Dim:
-    """The dim of a sum of entries, which has one extent if each of them has."""
+    """Make the dim of a sum, of one extent if all are."""
     known = {x: dim.only for x, dim in dims.items() if dim.only}
     fixed = known.keys() | {""} >= summed(entries).keys()
     only = sum(extent(e, known) for e in entries) if fixed else None
@@ -280,7 +293,7 @@ def _dim(entries: Sequence[Entry], dims: Mapping[str, Dim], units: Mapping[str, 
 
 
 def _shares(found: Sequence[Part], axis: int) -> tuple[int, ...]:
-    """What each of several parts has of the axis they lie along; none where sizes alone tell."""
+    """Find each part's share of their axis; none where sizes tell."""
     if len(found) == 1:
         return (1,)
     sums = [product_of(part.axes[""][axis]) or {} for part in found]

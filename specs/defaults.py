@@ -1,4 +1,4 @@
-"""What a spec's front matter may leave out, and what then stands in its place."""
+"""What a front matter may leave out, and what stands for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 100
 
 
 def completed(header: Header, source: str) -> dict[str, Any]:
-    """The fields of `header` with defaults in the places of those left out.
+    """Complete the fields of `header` by defaults.
 
     - `types`: T, the type of a tensor that names none, is bfloat16 or float16.
     - `dims`: those of the shapes; N in multiples of 16 and K of 16 bytes, as any kernel can take.
@@ -74,8 +74,7 @@ def completed(header: Header, source: str) -> dict[str, Any]:
 
 
 def _letters(header: Header) -> tuple[list[str], list[str], list[str]]:
-    """Dims of the product's rows, columns and sums; none where `gemm` is at fault, as the parser
-    then says."""
+    """Find the dims of rows, columns and sums, of a sound `gemm`."""
     if not readable(header):
         return [], [], []
     product = Gemm(header)

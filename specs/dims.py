@@ -1,5 +1,4 @@
-"""The dims of a function: which of its inputs' extents are one, what they are called and of what
-they are multiples."""
+"""The dims of a function: equal extents, their names and multiples."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ class Dims:
         return {name: tuple(extent(e, sizes) for e in shape) for name, shape in self.shapes.items()}
 
     def distinct(self, units: Mapping[str, int] | None = None, start: int = 0) -> dict[str, int]:
-        """Give a size for each dim, all of them different; others from another `start`."""
+        """Give each dim a size of its own; others from another `start`."""
         sizes = (units or self.units).items()
         primes = itertools.cycle(PRIMES[start:] + PRIMES[:start])
         return {
@@ -122,7 +121,11 @@ class Dims:
         )
 
     def matched(self, tried: Sequence[Mapping[str, int]], found: Sequence[int]) -> Entry:
-        """Read extents at some sizes as a dim, a part or a multiple of one, or a number.
+        """Read extents at some sizes as a dim, or a number.
+
+        A dim may be in parts or multiples.
+
+        A dim may be in parts or multiples.
 
         Raises:
             SpecError: they are nothing of that kind.
@@ -235,8 +238,11 @@ class Dims:
 
 
 def find_units(dims: Dims) -> None:
-    """Find of what dims must be multiples, so that a kernel takes them and the function runs; and
-    which dim an extent is that no operation ties to another.
+    """Find units of dims at which function and kernel run.
+
+    It finds, too, which dim an extent is that no operation ties to another.
+
+    It finds, too, which dim an extent is that no operation ties to another.
 
     Raises:
         Exception: what the function raises at all sizes that are tried.
@@ -275,7 +281,14 @@ def find_units(dims: Dims) -> None:
 
 
 def check_sizes(dims: Dims) -> None:
-    """Raises SpecError where a GPU does not hold the example, or no kernel takes its sizes."""
+    """Refuse an example that no GPU holds, or no kernel takes.
+
+    Raises:
+        SpecError: it is one.
+
+    Raises:
+        SpecError: it is one.
+    """
     elements = sum(map(math.prod, dims.example.values()))
     if 2 * elements > _MEMORY:
         message = f"the example's tensors take {2 * elements / 1e9:,.0f} GB"

@@ -184,8 +184,7 @@ class _Draft:
             raise said from None
 
     def _own_fault(self, error: Exception) -> Exception:
-        """Find what the function raises at the example's sizes as numbers, rather than as
-        symbols."""
+        """Find what the function raises at the example's sizes, as numbers."""
         try:
             with torch.device("meta"):
                 self.called.function(**self.called.inputs(self.example, TYPES[0], "meta"))
@@ -197,7 +196,12 @@ class _Draft:
 
 
 def _cut(dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
-    """Find the outputs, where need be of columns that three divides, as `chunk(3)` cuts them."""
+    """Find the outputs; if need be of columns that three divides.
+
+    `chunk(3)` cuts them so.
+
+    `chunk(3)` cuts them so.
+    """
     try:
         return _outputs(dims)
     except SpecError as fault:
@@ -211,7 +215,7 @@ def _cut(dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
 
 
 def _outputs(dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
-    """Find shape and element type of each output, and the choices of T."""
+    """Find each output's shape and element type, and T's choices."""
     tried = [dims.distinct(), dims.distinct(start=5)]
     shapes = [dims.extents(sizes) for sizes in tried]
     one, two = (dims.called.run(x, TYPES[0]) for x in shapes)

@@ -1,4 +1,4 @@
-"""A reference only computes: a process that runs one refuses what else it tries to do."""
+"""Refusal of all that a reference does beside computing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _computing = 0
 
 @contextmanager
 def forbidden() -> Iterator[None]:
-    """Let this thread neither start programs nor change files from Python, within the context.
+    """Let this thread, within, neither start programs nor change files.
 
     It is no sandbox: it says what a function does beside computing, where one that means no harm
     does it.
@@ -59,7 +59,7 @@ def forbidden() -> Iterator[None]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Let nothing within the context replace a function or a setting of torch.
+    """Let nothing within replace a function or a setting of torch.
 
     Raises:
         SpecError: something was; says what.

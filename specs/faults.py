@@ -1,5 +1,11 @@
-"""What is wrong with a spec, as far as its text alone tells: declarations that contradict each
-other or the reference's signature, and what no kernel takes or gives."""
+"""What is wrong with a spec, as its text alone tells.
+
+Declarations that contradict each other or the reference's signature, and what no kernel takes or
+gives.
+
+Declarations that contradict each other or the reference's signature, and what no kernel takes or
+gives.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +23,12 @@ from coda_agent.specs.layout import factors, parts, shown
 
 
 def declared_faults(spec: Header) -> Iterator[str]:
-    """What is wrong with declarations by themselves; lazily, so that later checks may trust earlier
-    ones."""
+    """Say what is wrong with declarations by themselves, lazily.
+
+    So later checks may trust earlier ones.
+
+    So later checks may trust earlier ones.
+    """
     names = [*spec.inputs, *spec.outputs, *spec.parameters]
     values = itertools.chain(*spec.parameters.values())
     for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
@@ -152,7 +162,7 @@ def _output_faults(spec: Spec, o: str, dtype: str, binding: dict[str, str]) -> I
 
 
 def size_faults(spec: Spec, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Sizes that the spec allows and a kernel of it refuses, and what would disallow them."""
+    """List sizes that a kernel refuses, and what disallows them."""
     for dim, step in zip(spec.gemm_dims[1:], spec.steps(), strict=True):
         if sizes[dim] % step:
             yield (

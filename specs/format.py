@@ -1,4 +1,4 @@
-"""The spec format: one Markdown file, which `load.py` reads into a frozen `Spec`.
+"""The spec format: a Markdown file, which becomes a frozen `Spec`.
 
 - Front matter (YAML between `---` lines) declares names, shapes, element types and draws.
 - The prose carries the mathematics, for people and for authors.
@@ -39,7 +39,7 @@ _DRAW_ARGUMENTS = {"normal": 1, "constant": 1, "uniform": 2, "integers": 2}
 
 
 def evaluate(expression: float | str, sizes: Mapping[str, int]) -> float:
-    """Value of a number, or of a small arithmetic expression over dims such as `K**-0.5`.
+    """Evaluate a number, or small arithmetic over dims such as `K**-0.5`.
 
     Raises:
         ValueError: Anything but numbers, dims, + - * / ** and parentheses, or no real value.
@@ -73,8 +73,7 @@ def evaluate(expression: float | str, sizes: Mapping[str, int]) -> float:
 
 
 class Shape(NamedTuple):
-    """A tensor's symbolic shape: entries are dims "N", fractions "N/2" or multiples "2*N" of them,
-    products "B*S", or ints."""
+    """A tensor's shape in ints and dims: "N", "N/2", "2*N", "B*S"."""
 
     parameter: str
     """The parameter the shape depends on; empty when there is one shape only."""
@@ -83,7 +82,7 @@ class Shape(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """How values are drawn; each argument is a number or an expression over dims."""
+    """How values are drawn, by numbers or expressions over dims."""
 
     kind: Literal["normal", "uniform", "constant", "integers"]
     args: tuple[float | str, ...]
@@ -179,7 +178,7 @@ class Input(Output):
 
 
 class InPlace(_Model):
-    """An output that starts from an input and, in these variants, overwrites it."""
+    """An output that starts from an input, and may overwrite it."""
 
     output: str
     input: str
@@ -220,8 +219,12 @@ class Header(_Model):
 
 
 class Spec(Header):
-    """A loaded spec in canonical form: the accumulator is `A @ B.T` with `gemm` naming A (M, K) and
-    B (N, K)."""
+    """A loaded spec in canonical form: `gemm` names A and B.
+
+    They are (M, K) and (N, K), and the accumulator is `A @ B.T`.
+
+    They are (M, K) and (N, K), and the accumulator is `A @ B.T`.
+    """
 
     declared: Header
     """The front matter, completed."""
@@ -249,8 +252,12 @@ class Spec(Header):
 
     @property
     def turned(self) -> str:
-        """Those of A and B that a user has as transposes of contiguous matrices: "", "A", "B" or
-        "AB"."""
+        """Those of A and B that callers have as transposes.
+
+        "", "A", "B" or "AB"; they are transposes of contiguous matrices.
+
+        "", "A", "B" or "AB"; they are transposes of contiguous matrices.
+        """
         return self.layout.turned if self.layout else ""
 
     @property
@@ -263,12 +270,17 @@ class Spec(Header):
         return {name: choices[0] for name, choices in self.types.items()}
 
     def type_choices(self) -> list[dict[str, str]]:
-        """What `types` may be in a run: each choice for all symbols, the default first."""
+        """List what `types` may be in a run, the default first."""
         choices = next(iter(self.types.values()), ("",))
         return [dict.fromkeys(self.types, choice) for choice in choices]
 
     def steps(self) -> tuple[int, int]:
-        """What N and K must be multiples of for kernels in every type and variant."""
+        """Find what N and K are multiples of in every kernel.
+
+        There is one in each type and variant.
+
+        There is one in each type and variant.
+        """
         m, n, _ = self.gemm_dims
         halves = {self.symbolic_shape(o, x) for o in self.outputs for x in self.bindings()}
         found = [
@@ -282,7 +294,12 @@ class Spec(Header):
         return max(n for n, _ in found), max(k for _, k in found)
 
     def bindings(self) -> list[dict[str, str]]:
-        """Every choice of the static parameters, the default first; `[{}]` when there are none."""
+        """List every choice of the static parameters, the default first.
+
+        It is `[{}]` when there are none.
+
+        It is `[{}]` when there are none.
+        """
         values = itertools.product(*self.parameters.values())
         return [dict(zip(self.parameters, choice, strict=True)) for choice in values]
 
@@ -300,7 +317,7 @@ class Spec(Header):
         return {name: given.get(name, values[0]) for name, values in self.parameters.items()}
 
     def variant(self, binding: Mapping[str, str] | None = None) -> str:
-        """Program name of one choice of parameters: `name`, then `__value` for each parameter."""
+        """Name the program of a choice: `name`, then `__value` a parameter."""
         return "__".join([self.name, *self.bind(binding).values()])
 
     def updated(self, binding: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -334,7 +351,7 @@ class Spec(Header):
         return tuple(extent(entry, known) for entry in self.symbolic_shape(tensor, binding))
 
     def dtype_of(self, tensor: str, types: Mapping[str, str]) -> str:
-        """Concrete element type of an input or output, `types` choosing the symbolic ones.
+        """Give a tensor's concrete element type, `types` choosing symbolic ones.
 
         Raises:
             SpecError: No such tensor, or `types` lacks the symbol or chooses another than declared.

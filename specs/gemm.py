@@ -1,4 +1,4 @@
-"""The product of a spec's header, and what each tensor is over in terms of it."""
+"""The product of a spec's header, and tensors in its terms."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def step(entries: Sequence[Entry], units: Mapping[str, int]) -> int:
 
 
 class Gemm:
-    """The product of a header, and what else stands in terms of it.
+    """The product of a header, and what stands in its terms.
 
     Attributes:
         halves: Whether columns j and j + N/2 are the pairs.
@@ -115,8 +115,14 @@ class Gemm:
         self.halves = header.pairs == "halves" or self._of_two_gates()
 
     def _of_two_gates(self) -> bool:
-        """Whether B is two alike and some output has the columns of one: so pairs are of one column
-        of each. Two outputs that together have all columns are rather the two products."""
+        """Tell whether B is two alike, with outputs half as wide.
+
+        Then pairs are of one column of each. Two outputs that together have all columns are rather
+        the two products.
+
+        Then pairs are of one column of each. Two outputs that together have all columns are rather
+        the two products.
+        """
         if self.along_k or len(self.columns) != 2 or self.columns[0] != self.columns[1]:
             return False
         reads = [
@@ -128,14 +134,14 @@ class Gemm:
         return len(narrow) not in (0, 2)
 
     def shape(self, operand: str) -> tuple[Entry, ...]:
-        """An operand's shape; several dims that both have, and are summed, as one."""
+        """Give an operand's shape; several summed dims of both as one."""
         a, b = (self.header.inputs[side[0]].shape.cases[""] for side in (self.first, self.second))
         shape = self.header.inputs[operand].shape.cases[""]
         alike = len(a) == len(b) > 2 and a[:-1] == b[:-1]
         return ("*".join(map(str, shape[:-1])), shape[-1]) if alike else shape
 
     def _name_dims(self) -> None:
-        """Name M, N and K. A letter that is two of them keeps its name as K, else as M."""
+        """Name M, N and K; a letter of two keeps one name."""
         taken, sides = set(self.header.dims), list[str]()
         for entries, name in ((self.inner, "K"), (self.lead, "M"), (self.columns, "N")):
             own = str(entries[0]) if len(entries) == 1 else ""
@@ -153,7 +159,7 @@ class Gemm:
                 raise ValueError(f"gemm: dim {next(iter(names))} stands twice; use another name")
 
     def read(self, entries: Sequence[Entry], *, output: bool) -> Read | None:
-        """What a shape is over; None where that is nothing a program takes."""
+        """Read what a shape is over, if a program takes it."""
         core = [i for i, e in enumerate(entries) if e != 1]
         leading = self.leading(entries) if output else self.lead
         own, lead, order = [entries[i] for i in core], len(leading), ()
@@ -189,12 +195,12 @@ class Gemm:
         return Read(names, axes, shape, turned, tail, order=order, flat=leading != self.lead)
 
     def leading(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The rows' entries as an output has them: as A, or as their product."""
+        """Give the rows' entries as an output has them, maybe multiplied."""
         joined = "*".join(map(str, self.lead))
         return [joined] if joined in entries else self.lead
 
     def table(self, entries: Sequence[Entry]) -> Read | None:
-        """What an input is over that has some of the rows' dims, or is repeated over columns."""
+        """Read an input over some rows' dims, or repeated over columns."""
         starts = self.lead[:1], self.lead[-1:]
         for i in range(len(entries) + 1):
             (over_rows, rows), (over, columns) = (
@@ -237,6 +243,6 @@ class Gemm:
         return tuple(found)
 
     def second_names(self) -> Iterator[tuple[str, str]]:
-        """List dims that have another name, with that; one of a square product has two more."""
+        """List dims with their other names; a square product's has two more."""
         yield from self.row_names.items()
         yield from self.column_names.items()

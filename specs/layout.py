@@ -1,4 +1,4 @@
-"""How the tensors that a spec declares lie in those that a kernel takes and gives.
+"""How a spec's declared tensors lie in those of a kernel.
 
 Programs, the lowering and the judge know one form: A (M, K), B (N, K), tiles (M, N), vectors (M,)
 and (N,), and pairs of adjacent columns. A spec may speak in another one. A `Layout` says of each
@@ -37,7 +37,7 @@ def shown(value: Any) -> str:
 
 
 def factors(entry: str) -> list[str]:
-    """An entry, or the dims of one that is a product of some, such as "B*S"."""
+    """List an entry, or the dims of a product such as "B*S"."""
     found = entry.split("*")
     return [entry] if found[0].isdigit() else found
 
@@ -90,7 +90,7 @@ class Part:
     scale: float = 1.0
 
     def straight(self, value: torch.Tensor) -> torch.Tensor:
-        """A declared tensor whose axes stand as in the canonical one: a view, unless scaled."""
+        """View a declared tensor with canonical axes; copy only to scale."""
         value = value * self.scale if self.scale != 1.0 else value
         value = value.flatten(0, -2) if self.flat else value
         value = value.mT if self.turned else value
@@ -124,8 +124,12 @@ class Place:
     def apart(
         self, tensor: Any, sizes: Mapping[str, int], binding: Mapping[str, str], **number: Any
     ) -> dict[str, Any]:
-        """The declared tensors of a canonical one, or of a number: one of dtype and device
-        `number`."""
+        """Take a canonical tensor apart into the declared ones.
+
+        Of a number they have the dtype and the device `number`.
+
+        Of a number they have the dtype and the device `number`.
+        """
         import torch
 
         tensor = halved(tensor, self.axis) if self.halves else tensor
@@ -167,8 +171,12 @@ class Place:
 
 
 def ordered(value: torch.Tensor, order: Sequence[int], *, back: bool = False) -> torch.Tensor:
-    """A view with the last dimensions in this `order`, as of a `Part`; or `back` from it. A call on
-    fewer dimensions of rows lacks the first ones."""
+    """View the last dimensions in an `order`, or `back` from it.
+
+    It is as a `Part`'s. A call on fewer dimensions of rows lacks the first ones.
+
+    It is as a `Part`'s. A call on fewer dimensions of rows lacks the first ones.
+    """
     if not order:
         return value
     order = [i for i in order if i >= -value.ndim]
@@ -227,7 +235,7 @@ class Layout:
 
     @property
     def halves(self) -> bool:
-        """Whether the declared columns j and j + N/2 of the product are a pair."""
+        """Whether declared columns j and j + N/2 are a pair."""
         return any(place.halves for place in self.inputs if place.name == self.gemm[1])
 
     def extents(self, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -237,7 +245,7 @@ class Layout:
         return dict(zip(self.dims, (m, n, k), strict=True))
 
     def sizes(self, canonical: Mapping[str, int]) -> dict[str, int]:
-        """Declared sizes of canonical ones: known ones, or else some that have these extents."""
+        """Find declared sizes of canonical ones: known, or some that fit."""
         given = {dim: canonical[dim] for dim in self.dims}
         for known in self.known:
             if self.extents(known) == given:
@@ -254,7 +262,7 @@ class Layout:
     def _summed(
         self, total: int, entries: Sequence[Entry], known: Mapping[str, int]
     ) -> dict[str, int]:
-        """Sizes at which `entries` have this sum: as known, but for the first dim's."""
+        """Find sizes at which `entries` have this sum, most as known."""
         letters = _letters(entries)
         if not letters:
             return {}
@@ -266,7 +274,7 @@ class Layout:
         return found | {letters[0]: max(1, (total - none) // step) * unit}
 
     def _factors(self, total: int, entries: Sequence[Entry]) -> dict[str, int]:
-        """Sizes at which `entries` have this product, none 1 if that can be."""
+        """Find sizes at which `entries` have this product, none 1 if possible."""
         letters, found = _letters(entries), dict[str, int]()
         left = total // math.prod(e for e in entries if isinstance(e, int))
         for i, letter in enumerate(letters[:-1]):
@@ -284,8 +292,12 @@ class Layout:
         *,
         number: torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """Declared inputs of canonical ones; tensors of one number have dtype `number`, by default
-        their own."""
+        """Make declared inputs of canonical ones.
+
+        Tensors of one number have dtype `number`, by default their own.
+
+        Tensors of one number have dtype `number`, by default their own.
+        """
         import torch
 
         sizes, found = self._sizes_of(inputs), dict[str, Any]()

@@ -1,4 +1,4 @@
-"""From a spec's text to a checked `Spec`; errors name the file and the first fault."""
+"""From a spec's text to a checked `Spec`, or its first fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"^```python reference[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL |
 
 
 def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
-    """Read and check one spec; `text` replaces the file's content, `path` then only names it.
+    """Read and check a spec; with `text`, `path` only names it.
 
     Raises:
         SpecError: Unreadable, malformed or contradictory; names the file and the first fault.
@@ -59,7 +59,7 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
 
 
 def _split(text: str) -> tuple[str, str, str, int]:
-    """Front matter, prose, reference source and the line (from 1) that the source starts on."""
+    """Split off front matter, prose, reference and the reference's first line."""
     front = _FRONT.match(text)
     if not front:
         raise ValueError("no front matter; expected YAML between two `---` lines at the top")
@@ -76,7 +76,12 @@ _Base: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class _Loader(_Base):
-    """YAML in which a repeated key is an error: the default keeps the last one silently."""
+    """YAML in which a repeated key is an error.
+
+    The default keeps the last one silently.
+
+    The default keeps the last one silently.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         for key, count in Counter(str(key.value) for key, _ in node.value).items():
@@ -143,7 +148,7 @@ def _first(error: ValidationError, front: str) -> str:
 
 
 def _line(front: str, loc: tuple[int | str, ...]) -> int:
-    """The line of the file that the value at `loc` of the front matter begins on."""
+    """Find the line on which a value of the front matter begins."""
     node = yaml.compose(front, _Loader)
     for part in loc:
         if isinstance(node, yaml.MappingNode):

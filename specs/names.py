@@ -1,4 +1,4 @@
-"""Names in a module's text: what its statements bind, take of each other, and reach."""
+"""Names in a module's text: bound, taken of each other, and reached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REACHING = frozenset(
 
 
 def reached(text: str) -> tuple[int, str] | None:
-    """Find where a reference goes beyond what it may import: the line, and what it does there."""
+    """Find the line where a reference goes beyond its imports, and how."""
     tree, known = ast.parse(text), dict[str, Any]()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -76,7 +76,7 @@ def bound_names(node: ast.stmt) -> Iterator[str]:
 def import_lines(
     statement: ast.Import | ast.ImportFrom, needed: dict[str, list[ast.stmt]]
 ) -> Iterator[tuple[str, bool]]:
-    """One line for each name that is needed, and whether it is of torch."""
+    """Give one line for each needed name, and whether it is torch's."""
     for alias in statement.names:
         if alias_name(alias) in needed:
             named = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
@@ -88,7 +88,7 @@ def import_lines(
 
 
 def free_names(node: ast.stmt) -> set[str]:
-    """Names that a definition takes from its module: free ones, without those of annotations."""
+    """Find the names that a definition takes from its module, annotations aside."""
     bare = ast.parse(ast.unparse(node))
     for inner in ast.walk(bare):
         if isinstance(inner, ast.arg):
@@ -117,7 +117,7 @@ def free_names(node: ast.stmt) -> set[str]:
 
 
 def is_harmless(decorator: ast.expr) -> bool:
-    """Whether it changes how a function runs, and not what it computes; a spec leaves it out."""
+    """Tell whether a decorator changes only how a function runs."""
     call = decorator.func if isinstance(decorator, ast.Call) else decorator
     return ast.unparse(call) in (
         "torch.compile", "torch.jit.script", "torch.no_grad", "torch.inference_mode",

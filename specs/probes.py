@@ -1,4 +1,4 @@
-"""What a function's values tell of its columns: which go together, and how products are scaled."""
+"""What a function's values tell of its columns and products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pairs(
     first: Sequence[str],
     second: Sequence[str],
 ) -> list[str]:
-    """Write lines of the front matter that say which columns of the product go together."""
+    """Write lines that say which columns of the product go together."""
     column = dims.columns[0]
     half = f"{column}/2"
     if len(second) == 1:
@@ -38,8 +38,12 @@ def pairs(
 
 
 def scales(dims: Dims, first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """Write a line of the front matter that says by which power of two the function multiplies each
-    product of a sum but the first: so scaled, it does the same to the first one alone."""
+    """Write a line of powers of two that scale the products.
+
+    So scaled, a product of the sum does the same to the function as the first one alone.
+
+    So scaled, a product of the sum does the same to the function as the first one alone.
+    """
     inputs = dims.called.inputs(dims.extents(dims.distinct()), TYPES[0])
     sums = [
         next((e for e in dims.shapes[b] if e in dims.shapes[a]), None)
@@ -55,7 +59,7 @@ def scales(dims: Dims, first: Sequence[str], second: Sequence[str]) -> list[str]
     ]
 
     def alone(i: int, scale: float = 1.0) -> list[torch.Tensor]:
-        """Give the outputs where all but one column of one product's operands is 0."""
+        """Run with one column of one product's operands, all else 0."""
         given = inputs | {x: torch.zeros_like(inputs[x]) for x in (*first, *second)}
         for x, column, by in zip((first[i], second[i]), columns, (scale, 1.0), strict=True):
             given[x].select(dims.shapes[x].index(sums[i]), 0).copy_(column * by)
@@ -72,7 +76,7 @@ def scales(dims: Dims, first: Sequence[str], second: Sequence[str]) -> list[str]
 
 
 def _changed(dims: Dims, x: str, row: int | None = None) -> dict[str, torch.Tensor]:
-    """Find where outputs change with input `x`, or with one of its rows over columns."""
+    """Find where outputs change with an input, or one row of it."""
     inputs = dims.called.inputs(dims.extents(dims.distinct()), TYPES[0])
     before = dims.called.outputs(inputs)
     inputs[x] = inputs[x].clone()
@@ -85,8 +89,12 @@ def _changed(dims: Dims, x: str, row: int | None = None) -> dict[str, torch.Tens
 
 
 def _halved(dims: Dims, o: str, axis: int, weight: str, *, alone: bool) -> bool:
-    """Whether an output of half the columns needs columns 0 and N/2 for its first; or, where
-    another one has the other half, is not computed like that."""
+    """Tell whether a half-width output's first column needs columns 0 and N/2.
+
+    Or, where another one has the other half, that it is not computed like that.
+
+    Or, where another one has the other half, that it is not computed like that.
+    """
     sizes, column = dims.distinct(), dims.columns[0]
     middle = extent(f"{column}/2", sizes)
     needs = [
@@ -112,8 +120,12 @@ def _halved(dims: Dims, o: str, axis: int, weight: str, *, alone: bool) -> bool:
 
 
 def _unlike(dims: Dims, second: Sequence[str], outputs: Sequence[str]) -> bool:
-    """Whether two outputs, of one weight each, are not computed alike: with weights exchanged, and
-    vectors the same, they are not exchanged."""
+    """Tell whether two outputs, of one weight each, are not computed alike.
+
+    With weights exchanged, and vectors the same, they are not exchanged.
+
+    With weights exchanged, and vectors the same, they are not exchanged.
+    """
     one, *others = (dims.shapes[x] for x in second)
     if len(second) != 2 or len(outputs) != 2 or others != [one]:
         return False

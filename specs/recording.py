@@ -1,4 +1,4 @@
-"""What the rest of a process sees while a function is recorded: nothing."""
+"""Recordings of a function that no other thread sees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for _name in _LOGGERS:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what this thread logs of errors met while recording; others log as before."""
+    """Drop what this thread logs of errors met while recording."""
     token = _QUIET.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Running a spec's PyTorch reference: in its own element types, and exactly, in float64."""
+"""Runs of a spec's PyTorch reference: in its own types, and exactly."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ Touch = Callable[[Any, tuple[Any, ...], Any], Any]
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory, which views share; within `torch.func` too, where a tensor
-    wraps the one that has the memory."""
+    """Find the address of a tensor's memory, which views share.
+
+    Within `torch.func` a tensor wraps the one that has the memory.
+
+    Within `torch.func` a tensor wraps the one that has the memory.
+    """
     from torch.func import debug_unwrap
 
     return debug_unwrap(tensor).untyped_storage().data_ptr()
@@ -40,7 +44,7 @@ def draw_inputs(
     device: str | torch.device = "cpu",
     binding: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor | float]:
-    """Draw every input as the spec says: in float32 on `device`, then cast to its element type.
+    """Draw every input as the spec says: in float32, then cast.
 
     Returns:
         Tensors of the canonical shapes and dtypes, contiguous or the transposes of contiguous ones,
@@ -125,7 +129,7 @@ def canonical_reference(
 
 
 def _named(function: Callable[..., Any], names: tuple[str, ...], /, **inputs: Any) -> Any:
-    """What `function` returns, by name where it is a tensor, or a tuple of as many as `names`."""
+    """Name what `function` returns, where it is as many tensors as `names`."""
     returned = function(**inputs)
     if returned is None or isinstance(returned, dict):
         return returned
@@ -135,7 +139,7 @@ def _named(function: Callable[..., Any], names: tuple[str, ...], /, **inputs: An
 
 @functools.lru_cache(maxsize=64)
 def _names_outputs(source: str, name: str) -> bool:
-    """Whether a function of the block ends by returning a dict that is written there."""
+    """Tell whether a function of the block returns a dict written there."""
     tree = ast.parse(source)
     bodies = {node.name: node.body for node in tree.body if isinstance(node, ast.FunctionDef)}
     seen = set[str]()
@@ -152,8 +156,12 @@ def _names_outputs(source: str, name: str) -> bool:
 
 
 def _code(spec: Spec) -> tuple[str, str]:
-    """The block and its file's name. Blank lines put it on its own lines of the Markdown file, for
-    tracebacks."""
+    """Give the block and its file's name.
+
+    Blank lines put it on its own lines of the Markdown file, for tracebacks.
+
+    Blank lines put it on its own lines of the Markdown file, for tracebacks.
+    """
     return "\n" * (spec.reference_line - 1) + spec.reference_source, str(spec.path)
 
 
@@ -178,7 +186,7 @@ def kept(spec: Spec) -> dict[str, str]:
 
 @contextmanager
 def _blaming(spec: Spec) -> Iterator[None]:
-    """Turn whatever spec code raises into a SpecError with the line of the spec file."""
+    """Turn what spec code raises into a SpecError with its line."""
     try:
         yield
     except Exception as error:  # The reference is foreign code: anything may come out of it.
@@ -201,7 +209,7 @@ def run_reference(
     wide: torch.dtype | None = None,
     touch: Touch | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run the reference; `exact` makes every floating value in it float64, casts included.
+    """Run the reference; in an `exact` run all is float64.
 
     What is cast to a `narrow` type and computed on is rounded to it in every run: there rounding is
     what the reference means.
@@ -245,7 +253,7 @@ def run_reference(
 
 
 def _check_outputs(spec: Spec, outputs: Any, wide: torch.dtype | None) -> None:
-    """Refuse other outputs than the declared tensors, or floating ones that are not `wide`."""
+    """Refuse other outputs than the declared, or floats not `wide`."""
     import torch
 
     tensors = isinstance(outputs, dict) and {
@@ -274,9 +282,14 @@ def _described(value: object) -> str:
 
 
 def narrow(spec: Spec, dtype: torch.dtype) -> bool:
-    """Whether a cast to `dtype` that is computed on means rounding: to 8 bits, or to 16 in a type
-    that the spec does not declare. To its own 16-bit types PyTorch's plain path rounds between any
-    two operations, which is noise."""
+    """Tell whether a cast to `dtype` that is computed on means rounding.
+
+    It does to 8 bits, or to 16 in a type that the spec does not declare. To its own 16-bit types
+    PyTorch's plain path rounds between any two operations, which is noise.
+
+    It does to 8 bits, or to 16 in a type that the spec does not declare. To its own 16-bit types
+    PyTorch's plain path rounds between any two operations, which is noise.
+    """
     tensors = [t for s in (spec, spec.declared) for t in (*s.inputs.values(), *s.outputs.values())]
     declared = {name for t in tensors for name in spec.types.get(t.dtype, (t.dtype,))}
     known = str(dtype).removeprefix("torch.") in declared
@@ -284,7 +297,7 @@ def narrow(spec: Spec, dtype: torch.dtype) -> bool:
 
 
 def cast_to(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The element type that a call of torch casts its first argument to, or None."""
+    """Find the type that a call casts its argument to."""
     import torch
 
     tensor = torch.Tensor
@@ -300,7 +313,7 @@ def cast_to(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def _widened(
     wide: torch.dtype, narrow: Callable[[torch.dtype], bool], touch: Touch | None
 ) -> Iterator[None]:
-    """Make every cast to a floating dtype, and every new floating tensor, `wide`.
+    """Make every floating cast, and every new floating tensor, `wide`.
 
     What was cast to a narrow type is rounded to it once it is cast on. Until then it is exact: the
     kernel that stores it rounds it, by itself.
@@ -356,8 +369,14 @@ def _widened(
 
 
 def _by_default(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype) -> Any:
-    """What a call gives where `wide` is the default floating type, which torch has one of for all
-    threads: it is that of new tensors, and of what integers and numbers make together."""
+    """Call as if `wide` were the default floating type.
+
+    Torch has one for all threads: that of new tensors, and of what integers and numbers make
+    together.
+
+    Torch has one for all threads: that of new tensors, and of what integers and numbers make
+    together.
+    """
     import torch
     from torch.utils._pytree import tree_leaves
 

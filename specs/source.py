@@ -1,4 +1,4 @@
-"""A function of the user's as a spec's reference block: read, never run.
+"""A user's function as a spec's reference block: read, never run.
 
 What it needs of its module comes along: imports of torch and of Python's own, helper functions,
 constants. What cannot, such as a value of an outer function, is refused by name and line.
@@ -138,7 +138,7 @@ def extracted(text: str, where: str, function: str | None = None) -> Source:
 
 
 def with_tensors(source: Source, names: Sequence[str]) -> Source:
-    """The same with these arguments, which are numbers, made tensors without dims first."""
+    """Make these arguments, which are numbers, tensors without dims first."""
     node = next(
         n for n in ast.parse(source.block).body
         if isinstance(n, ast.FunctionDef) and n.name == "reference"
@@ -332,7 +332,7 @@ def _annotated(node: ast.expr | None) -> tuple[_Axes | None, str]:
 
 
 def axes_of(text: str) -> _Axes:
-    """`M K`, `4096,4096` or `4096x4096` as extents and letters; () where it is no such thing."""
+    """Read `M K`, `4096,4096` or `4096x4096` as axes; () of anything else."""
     found = [part for part in re.split(r"[\s,]+|(?<=\d)x(?=\d)", text.strip()) if part]
     if not all(re.fullmatch(r"[A-Za-z]\w*|[1-9]\d*", part) for part in found):
         return ()

@@ -1,5 +1,4 @@
-"""What a function's run on symbolic sizes tells: which inputs it multiplies, and which of their
-extents must be equal."""
+"""What a run on symbolic sizes tells: products, and equal extents."""
 
 from __future__ import annotations
 
@@ -70,8 +69,12 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def folded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
-    """`func`, or for a product of leading dims and a matrix the same with these flattened: torch
-    2.11's own asks for its number of elements, which symbolic sizes do not have."""
+    """Give `func` with leading dims flattened, if it multiplies by a matrix.
+
+    torch 2.11's own asks for the number of elements, which symbolic sizes do not have.
+
+    torch 2.11's own asks for the number of elements, which symbolic sizes do not have.
+    """
     if getattr(func, "__name__", "") not in ("linear", "matmul", "__matmul__") or len(args) < 2:
         return func
     x, matrix = args[:2]
@@ -141,7 +144,7 @@ def traced(
 
 
 def _modes(seen: _Seen) -> tuple[Any, Any]:
-    """Give the modes in which calls of ATen are seen, and products have their dims flattened."""
+    """Make the modes that watch ATen's calls and flatten products' dims."""
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -177,7 +180,7 @@ class _Seen:
             self._note(tensor, frozenset({name}))
 
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Call what can be a part of a kernel, and note what its results are made of.
+        """Call what a kernel may hold, and note its results' origins.
 
         Raises:
             SpecError: it cannot; says why.
@@ -223,7 +226,14 @@ class _Seen:
 
 
 def _check_call(func: Any, name: str, args: Any) -> None:
-    """Raises SpecError where a call of ATen has no counterpart in a kernel."""
+    """Refuse a call of ATen that has no counterpart in a kernel.
+
+    Raises:
+        SpecError: it is one.
+
+    Raises:
+        SpecError: it is one.
+    """
     import torch
 
     # The leaky ReLU with a random slope draws only in training.
@@ -241,7 +251,11 @@ def _check_call(func: Any, name: str, args: Any) -> None:
 
 
 def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
-    """The inputs that are A, and those that are B; several of one lie side by side.
+    """Find the inputs that are A, and those that are B.
+
+    Several of one lie side by side.
+
+    Several of one lie side by side.
 
     Raises:
         SpecError: `function` multiplies nothing, or more than one product.
@@ -269,7 +283,7 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
 def _pair(
     trace: Trace, function: str, left: Operand, right: Operand, used: set[str]
 ) -> tuple[str, str]:
-    """The inputs that a product multiplies; `used` are those of products before it.
+    """Find the inputs of a product; `used` are those of products before.
 
     Raises:
         SpecError: it multiplies something else.
