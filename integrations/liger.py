@@ -90,11 +90,6 @@ def fused_linear_cross_entropy(
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Refuse options that the kernel has no form for.
-
-    Args:
-        options: Those that must be None, False, 0 or empty, and `reduction`.
-    """
     for option, value in options.items():
         if option == "reduction":
             known, expected = value in ("mean", "sum"), "mean or sum"
@@ -107,10 +102,6 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 class _Loss(torch.autograd.Function):
     """Σ cross-entropy(x weightᵀ, targets) over rows, in float32.
-
-    Takes x (M, K), weight (V, K), targets (M,) int64 and rows (M,) bool.
-
-    Takes x (M, K), weight (V, K), targets (M,) int64 and rows (M,) bool.
 
     Logits are held for some rows at a time, and gradients are taken while they are there. They are
     those of the sum, so that float16 holds them: a mean's are scaled in the backward pass.

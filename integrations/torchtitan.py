@@ -27,8 +27,7 @@ class SwiGLU(FusedSwiGLU):
 
     Parameters, initialisers, shardings and checkpoints are `FusedSwiGLU`'s: the rows of gate and
     up take turns there as the kernel wants them. Weights are bfloat16 or float16 when it runs.
-    Where they are DTensors, which no kernel takes, torchtitan's own forward
-    runs.
+    Where they are DTensors, which no kernel takes, torchtitan's own forward runs.
     """
 
     @dataclass(kw_only=True, slots=True)

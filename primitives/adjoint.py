@@ -56,10 +56,8 @@ def adjoints(
     """Record the gradient of each node from `leaves` to the outputs.
 
     Args:
-        graph: The forward program's.
         values: Its nodes in the graph that the gradients are recorded in.
         seeds: Gradients of some nodes, recorded there.
-        leaves: Nodes whose gradients are wanted.
 
     Raises:
         ProgramError: an operation on the way has no derivative; says which.
@@ -127,7 +125,6 @@ def _of_arguments(
 
 
 def _of_group(name: str, op: str, gradient: Operand) -> Operand:
-    """Record the gradient of the argument of a group's statistic or turn."""
     width = int(op.split()[1])
     if name not in ("group_sum", ROTATED):
         raise ProgramError(

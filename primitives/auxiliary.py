@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 def rstd(partials: torch.Tensor, *, n: int, block: int, eps: float = 1e-6) -> torch.Tensor:
     """Compute the scale of a delayed RMSNorm, 1 / √(mean + eps).
 
-    It is of each row; kernel 4 of the paper has it.
-
-    It is of each row; kernel 4 of the paper has it.
-
     Args:
         partials: (…, M, ⌈n / block⌉) float32, `RowMean` partials of squares.
         n: Columns they were taken over.

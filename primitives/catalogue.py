@@ -38,15 +38,7 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of the vocabulary.
-
-    Attributes:
-        name: As a program writes it.
-        kind: Its class, one of `KINDS`.
-        signature: How it is called.
-        summary: First line of its docstring.
-        doc: The whole docstring.
-    """
+    """One name of the vocabulary; its kind is one of `KINDS`."""
 
     name: str
     kind: str
@@ -75,7 +67,6 @@ def _entry(name: str, item: Any) -> Entry:
 
 @cache
 def _instructions() -> str:
-    """What `ptx` takes."""
     meanings = (f"{m}({', '.join('xy'[:count])})" for m, count in MEANINGS.items())
     listed = "\n".join("; ".join(forms(mnemonic)) for mnemonic in MNEMONICS)
     head = "Instructions; of (…|…) one is written, of {…} none or one:"

@@ -97,9 +97,6 @@ def _library(
 
     `slope` is its derivative, from its value and its argument. On an H200 these err by 5.2 · 2⁻²⁴
     of the result at most.
-
-    `slope` is its derivative, from its value and its argument. On an H200 these err by 5.2 · 2⁻²⁴
-    of the result at most.
     """
     return elementwise(
         function(name),

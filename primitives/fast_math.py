@@ -104,12 +104,7 @@ _TANGENT = (
 
 
 def tangent(x: Any) -> Any:
-    """Compute the tangent, for |x| < 2²².
-
-    Quarter turns come off in two parts; the rest is a polynomial.
-
-    Quarter turns come off in two parts; the rest is a polynomial.
-    """
+    """Compute the tangent, for |x| < 2²²."""
     from cutlass import Float32
 
     quarters = nearest(Float32(x) * (2 / math.pi))

@@ -141,9 +141,6 @@ def compiled(raw: torch.Tensor, combine: str, capability: int) -> Any:
 
     It is for GPUs of a compute capability such as 90. It names no lines of source, so equal code
     gives equal bytes.
-
-    It is for GPUs of a compute capability such as 90. It names no lines of source, so equal code
-    gives equal bytes.
     """
     grid, rest = prepared([raw], [(combine, 1.0, 0.0)])
     out = raw.new_empty(raw.shape[:1])
@@ -171,8 +168,6 @@ def prepared(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> tuple[Any, tu
 
 def folding(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> Folds:
     """Find what folds float32 tensors like `raws` in one launch.
-
-    They are (kept, folded), each with its way. A layout's first `raws` are folded here, too.
 
     They are (kept, folded), each with its way. A layout's first `raws` are folded here, too.
     """

@@ -63,7 +63,6 @@ class Gradient:
     """Gradients of some inputs, out of those of some outputs.
 
     Attributes:
-        program: The program.
         wanted: Names of operands, `PRODUCT` of the accumulator, and its output's name of what an
             `AddTile` is added to.
         given: Outputs whose gradients come in.
@@ -83,11 +82,7 @@ class Gradient:
     def of(
         cls, program: Program, wanted: Sequence[str], given: Sequence[str], stored: Sequence[str]
     ) -> Gradient:
-        """Derive a program's gradient, which may read the outputs `stored`.
-
-        Raises:
-            ProgramError: an operation or an output on the way has no derivative; says which.
-        """
+        """Derive a program's gradient, which may read the outputs `stored`."""
         forward, graph = program.graph, Graph()
         acc = graph.add(Node("acc", (), Shape.TILE))
         leaf = {
@@ -134,10 +129,8 @@ class Gradient:
         """Compute the gradients `wanted`, with one dimension of rows.
 
         Args:
-            size: M and N.
             tensors: Those that it reads, by name, and gradients by the name of `gradient_of`; with
                 any leading dimensions.
-            types: Of the results.
             product: The accumulator in float32 or float64, if it is needed; the type of all that
                 is computed.
             block_size: That of reductions that are raw partials.
@@ -222,10 +215,7 @@ def keeping(program: Program, given: Sequence[str], stored: Sequence[str]) -> Pr
 
     It is `KEPT`, the last value with which those of tensors do not.
 
-    It is `KEPT`, the last value with which those of tensors do not.
-
     Args:
-        program: The program.
         given: Outputs that can have a gradient.
         stored: Tiles among the outputs that gradients may read.
 

@@ -61,10 +61,6 @@ def replayed(
     An element is an accumulator and operands. `apply` gives operations their meaning, and
     `statistic` that of a node, element by element, of its argument's values. Some nodes' values are
     `known`.
-
-    An element is an accumulator and operands. `apply` gives operations their meaning, and
-    `statistic` that of a node, element by element, of its argument's values. Some nodes' values are
-    `known`.
     """
     found: list[list[Any]] = []
     groups = spans(graph)
@@ -107,13 +103,6 @@ class _Values:
     Each accumulator, or pair, stays in its register. A copy for each element leaves no registers:
     with them the rotation of a normalised head spilled 2.3 KB a thread, and took 1008 us of an H200
     where the product takes 343 (2026-11-22).
-
-    Each accumulator, or pair, stays in its register. A copy for each element leaves no registers:
-    with them the rotation of a normalised head spilled 2.3 KB a thread, and took 1008 us of an H200
-    where the product takes 343 (2026-11-22).
-
-    Attributes:
-        totals: Of each statistic that was folded, by row and group.
     """
 
     def __init__(self, program: Any, apply: Any, load: Any, places: Places) -> None:
@@ -124,16 +113,19 @@ class _Values:
         self.subtiles: dict[Any, dict[int, Any]] = {}
         self.totals: dict[int, dict[Any, Any]] = {}
 
-    def fold(self, node: int) -> None:
-        """Folds a statistic, all others below it being there."""
-        which, found = which_of(self.graph.nodes[node].op), dict[Any, Any]()
-        for coord, elements in self.subtiles.items():
-            held: dict[Any, Any] = {}
-            for i in elements:
-                key, value = self._key(node, coord, i), self._argument(node, coord, i, held)
-                found[key] = parts(which, [*([found[key]] if key in found else []), value])
-        lanes = self.places.lanes
-        self.totals[node] = {key: exchanged(which, total, lanes) for key, total in found.items()}
+    def fold(self) -> None:
+        """Fold each statistic, in the graph's order."""
+        for node in self.groups:
+            if (which := which_of(self.graph.nodes[node].op)) == ROTATED:
+                continue
+            found = dict[Any, Any]()
+            for coord, elements in self.subtiles.items():
+                held: dict[Any, Any] = {}
+                for i in elements:
+                    key, value = self._key(node, coord, i), self._argument(node, coord, i, held)
+                    found[key] = parts(which, [*([found[key]] if key in found else []), value])
+            lanes = self.places.lanes
+            self.totals[node] = {key: exchanged(which, x, lanes) for key, x in found.items()}
 
     def of(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
         """Give a statistic at an element; its loaded operands are `held`."""
@@ -175,16 +167,13 @@ class _Values:
 
     @functools.cached_property
     def _at(self) -> dict[Any, tuple[Any, int]]:
-        """Elements by row and column."""
         elements = ((coord, i) for coord, held in self.subtiles.items() for i in held)
         return {self.places.of(*element): element for element in elements}
 
 
 def with_groups(base: Any, replay: Any) -> dict[str, Any]:
     """Make methods of a kernel class that give `replay` its groups' statistics."""
-    graph, names = replay.program.graph, replay.names
-    groups = spans(graph)
-    paired = 2 if replay.program.paired else 1
+    names, paired = replay.names, 2 if replay.program.paired else 1
     kinds = dict(base._epi_mod_operands)
 
     def to_arguments(self: Any, *args: Any, **options: Any) -> Any:
@@ -221,9 +210,7 @@ def with_groups(base: Any, replay: Any) -> dict[str, Any]:
         }
 
     def end(self: Any, params: Any, tensors: Any) -> None:
-        for node in groups:
-            if which_of(graph.nodes[node].op) != ROTATED:
-                self.group_values.fold(node)
+        self.group_values.fold()
 
     def store(self: Any, params: Any, tensors: Any, acc: Any, *rest: Any) -> Any:
         tiles = self.group_values.tiles(self.group_coord, acc, paired)

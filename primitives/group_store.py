@@ -39,8 +39,6 @@ class Places(Fragments):
     """Where groups of columns lie in them.
 
     An element's column is that of its offset plus less than 8, the thread's place in its quad.
-
-    An element's column is that of its offset plus less than 8, the thread's place in its quad.
     """
 
     def __init__(self, ctx: Any) -> None:

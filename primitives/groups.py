@@ -142,9 +142,7 @@ def statistics(graph: Graph) -> Graph:
 
 
 def check(graph: Graph, operands: Mapping[str, type[Operand]], wide: bool) -> None:
-    """Raises:
-    ProgramError: a statistic needs what a kernel does not have in time.
-    """
+    """Refuse a statistic of what a kernel does not have in time."""
     found = spans(graph)
     if wide and any(n.op in (*GROUPS, *PLACED) for n in graph.nodes):
         raise ProgramError("a program with a WideTile has no statistics of groups and no places")
@@ -161,11 +159,7 @@ def check(graph: Graph, operands: Mapping[str, type[Operand]], wide: bool) -> No
 
 
 class GroupTile(Output):
-    """An output (M, N / width): one element a group of columns.
-
-    Attributes:
-        width: Columns a group.
-    """
+    """An output (M, N / width): one element a group of columns."""
 
     values = (Shape.TILE,)
     stored = FLOATS

@@ -19,13 +19,8 @@ class Inspection:
     """The facts of a program at one size.
 
     Attributes:
-        gemm_flops: 2·M·N·K.
-        epilogue_flops: Floating-point operations after the GEMM.
         bytes_moved: Least bytes through device memory: each input read once, each output written
             once.
-        bytes_written: Those of the outputs.
-        gemm_bytes: Of an element of the GEMM's operands.
-        launches: What a call for final values runs on the device, as `launches` counts.
         tile_local: Whether final values need nothing beyond their own tile, that is no reduction.
         split_k_safe: Whether every output is linear in the accumulator, so that partial sums over K
             may be stored and added.
@@ -98,15 +93,10 @@ def launches(
 ) -> int:
     """Count the kernels, fills and copies that one call runs.
 
-    Its operands can be loaded as they are.
-
-    Its operands can be loaded as they are.
-
     The first call of a stream that splits K runs one more, and so does a CUDA graph of such a call:
     it clears the flags at which the parts meet.
 
     Args:
-        program: The program.
         config: Where it is unfused, cuBLAS's product comes first, counted as one launch; where
             cuBLAS sums parts of K in a kernel of its own, there is one more.
         shape: (M, N), on which it depends what an unfused form leaves to fold.

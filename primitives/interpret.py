@@ -31,10 +31,6 @@ def evaluate(
 ) -> list[Any]:
     """Replay `graph` on tensors that broadcast against `acc` (M, N).
 
-    There is one value for each node.
-
-    There is one value for each node.
-
     What `touch` returns of an operation's result takes its place.
     """
     return graph.replay(acc, operands, lambda op, *args: touch(operation(op).torch(*args)))
@@ -56,9 +52,7 @@ def interpret(
     """Run `program` on the accumulator a bᵀ.
 
     Args:
-        program: The program.
-        a: (M, K), any strides.
-        b: (N, K), any strides.
+        a, b: (M, K) and (N, K), any strides.
         operands: By name: (M, N) and (M, 2N) tiles, (M,) column vectors and indices, (N,) row
             vectors, numbers; and by its output's name, what an `AddTile` is added to.
         dtypes: Element type of each output that is no reduction.

@@ -47,8 +47,6 @@ class Resource:
         """Write its shape with these names of M and N.
 
         A dim of its own says that it is.
-
-        A dim of its own says that it is.
         """
         words = {"M": m, "N": n, "2*N": f"2*{n}"}
         own = (d.replace("N", n, 1) if d.startswith("N/") else f"{d} of its own" for d in cls.dims)
@@ -133,14 +131,5 @@ class Output(Resource):
 
     @classmethod
     def store(cls, lowering: Any, o: str) -> Any:
-        """Make what stores output `o`, unless the GEMM's D does.
-
-        That is a sink or a store of quack's, or a name, for its plain store.
-
-        That is a sink or a store of quack's, or a name, for its plain store.
-
-        Args:
-            lowering: The `lower.Replay` of the program.
-            o: The output's name in the program.
-        """
+        """Make output `o`'s sink, store or name, by a `lower.Replay`."""
         return lowering.names[o]

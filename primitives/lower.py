@@ -31,7 +31,6 @@ from coda_agent.primitives.resources import RowGather, Tile, WideTile
 
 
 def _bind(program: Program, block: int) -> Any:
-    """quack's module for `program`."""
     import_quack()
     from coda_agent.primitives.stores import Mod
 
@@ -77,12 +76,7 @@ _BOUND: dict[tuple[str, int], Any] = {}
 
 
 def lower(program: Program, tile_n: int) -> Any:
-    """Find quack's module for `program`, with reduction blocks of `tile_n` columns.
-
-    It knows tensors by their `kernel_names`.
-
-    It knows tensors by their `kernel_names`.
-    """
+    """Find quack's module for `program`, with reduction blocks of `tile_n` columns."""
     # Only a mean bakes the block into the kernel: all else shares one module, and its compiled
     # objects, over tiles. Kernel-side names are positional, so programs of one digest share it too.
     block = tile_n if any(k.mean for k in program.reductions.values()) else 0
@@ -94,10 +88,6 @@ def lower(program: Program, tile_n: int) -> Any:
 
 def kernel_names(program: Program) -> dict[str, str]:
     """Name tensors in the kernel: c and D, then positions.
-
-    What the GEMM's own load and store carry is c and D.
-
-    What the GEMM's own load and store carry is c and D.
 
     Interned, because quack's object cache hashes a pickle, and pickle writes two equal strings
     differently when they are not one object: else a second process, or tile, misses the cache.
@@ -238,12 +228,7 @@ def apply(name: str, *args: Any) -> Any:
 def zero_preserving(
     graph: Graph, operands: Mapping[str, type[Operand]], *, past_rows: bool = False
 ) -> list[bool]:
-    """Tell which nodes are 0 past the last column, or row.
-
-    The accumulator reads 0 there.
-
-    The accumulator reads 0 there.
-    """
+    """Tell which nodes are 0 past the last column, or row."""
     edges: list[Edge] = []
     for n in graph.nodes:
         match n.op:

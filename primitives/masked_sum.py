@@ -1,9 +1,4 @@
-"""Sums of what lies before the last row's or column's end.
-
-Only the lowering imports this.
-
-Only the lowering imports this.
-"""
+"""Sums without what lies past the edge; only the lowering imports this."""
 
 from __future__ import annotations
 

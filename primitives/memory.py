@@ -1,9 +1,4 @@
-"""Device memory of a call, by torch's allocator; exports take this module.
-
-It needs torch alone.
-
-It needs torch alone.
-"""
+"""A call's device memory; exports take this module: it needs torch alone."""
 
 from __future__ import annotations
 
@@ -20,12 +15,7 @@ _FLAGS: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Find what makes uninitialised tensors, of shape, strides and dtype.
-
-    `device` is the current one.
-
-    `device` is the current one.
-    """
+    """Find what makes uninitialised tensors on `device`, the current one."""
     import torch
     from torch._C._dynamo import guards
 
@@ -45,9 +35,6 @@ def parts_meet(
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make flags and float32 sums, where an output tile's CTAs meet.
-
-    There is one of each for each tile of the kernel's output, in whole clusters and in quack's
-    layout; the sums need no first value.
 
     There is one of each for each tile of the kernel's output, in whole clusters and in quack's
     layout; the sums need no first value.
@@ -75,10 +62,6 @@ def _flags(count: int, device: torch.device) -> torch.Tensor:
     They stay, so another thread allocates them: what this one does when torch.compile first runs
     what it will capture comes of the graph's own memory, of which it knows each piece that stays,
     or raises.
-
-    They stay, so another thread allocates them: what this one does when torch.compile first runs
-    what it will capture comes of the graph's own memory, of which it knows each piece that stays,
-    or raises.
     """
     import torch
 
@@ -100,10 +83,7 @@ def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
 
     It is 1-D or 2-D. quack holds vectors to four elements, which are 32 bytes of int64.
 
-    It is 1-D or 2-D. quack holds vectors to four elements, which are 32 bytes of int64.
-
     Args:
-        t: The tensor.
         either_major: Whether the unit stride may be the first one (GEMM operands) or must be the
             last (epilogue operands).
     """

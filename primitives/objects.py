@@ -69,9 +69,6 @@ def cached(build: Callable[[], T]) -> T:
 
     One that cannot be written to is still read; what it lacks is then compiled for this process
     alone.
-
-    One that cannot be written to is still read; what it lacks is then compiled for this process
-    alone.
     """
     import quack.cache as state
 
@@ -124,12 +121,7 @@ def reason(error: Exception) -> str:
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Open a file to append to, but not through a link.
-
-    One in a clone may lead anywhere.
-
-    One in a clone may lead anywhere.
-    """
+    """Open a file to append to, but not through a link."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)

@@ -106,12 +106,7 @@ PLACED: dict[str, Op] = {}
 def elementwise(
     cute: Callable[..., Any], **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an atom, whose meaning in torch is the decorated function.
-
-    `cute` is its lowering, and `facts` are further fields of `Op`.
-
-    `cute` is its lowering, and `facts` are further fields of `Op`.
-    """
+    """Define an atom by its function of torch, its lowering, and `facts`."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         name, signature = fn.__name__, inspect.signature(fn)

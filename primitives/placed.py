@@ -103,12 +103,7 @@ def words(
     product: Callable[[Any, int], tuple[Any, Any]],
     word: Callable[[Any], Any] = lambda number: number,
 ) -> list[Any]:
-    """Compute the four words of Philox4x32-10.
-
-    `product` gives high and low words of a product, `word` a constant.
-
-    `product` gives high and low words of a product, `word` a constant.
-    """
+    """Compute Philox4x32-10's four words, by a `product` and constants of `word`."""
     a, b, c, d = counter
     for i in range(ROUNDS):
         if i:
@@ -150,12 +145,7 @@ def philox(seed: float, offset: float, rows: int, columns: int, device: Any = No
 
 @lru_cache(maxsize=1)
 def _traced() -> tuple[Any, Any]:
-    """Make `philox` an operator of torch that traces record; and its library.
-
-    The library takes the operator along when it goes.
-
-    The library takes the operator along when it goes.
-    """
+    """Make `philox` an operator of torch that traces record; and its library."""
     import torch
 
     library = torch.library.Library("coda_agent_placed", "DEF")

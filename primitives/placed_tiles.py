@@ -25,12 +25,7 @@ def _product(a: Any, b: int) -> tuple[Any, Any]:
 def placed(
     graph: Graph, node: int, row: Any, columns: list[Any], scalars: Mapping[str, Any]
 ) -> list[Any]:
-    """Give a node's values at adjacent columns, the first one even.
-
-    Pairs of columns share their random words.
-
-    Pairs of columns share their random words.
-    """
+    """Give a node's values at adjacent columns, the first one even."""
     n = graph.nodes[node]
     if n.op == "row_index":
         return [Float32(row)] * len(columns)

@@ -64,12 +64,7 @@ class Program:
 
     @cached_property
     def group(self) -> int:
-        """Columns of its widest group's statistic or store; 0 without.
-
-        N is a multiple of it, and so is a tile's width.
-
-        N is a multiple of it, and so is a tile's width.
-        """
+        """Columns of its widest group; 0 without. N is a multiple."""
         stored = (getattr(kind, "width", 0) for kind in self.outputs.values())
         return max([*spans(self.graph).values(), *stored], default=0)
 
@@ -81,8 +76,6 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of what is computed, whatever the tensors are called.
-
-        The order of operands and outputs enters, that of commutative arguments does not.
 
         The order of operands and outputs enters, that of commutative arguments does not.
         """
@@ -123,10 +116,6 @@ class Program:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Program:
         """Rebuild what `to_dict` gave, by every rule of the language.
-
-        The data may come from another process or machine, so shapes are derived anew.
-
-        The data may come from another process or machine, so shapes are derived anew.
 
         Raises:
             ProgramError: it is no program's record.
@@ -211,16 +200,11 @@ def begin(
     """Open a program that computes nothing yet.
 
     Args:
-        name: Its name.
-        doc: Its docstring.
         parameters: Their kinds, by name; that of the first, the accumulator, does not matter.
         outputs: Their kinds, by name.
 
     Returns:
         The program, and the value of each parameter.
-
-    Raises:
-        ProgramError: a resource is misdeclared.
     """
     _check_outputs(outputs)
     acc, *names = [*parameters] or [""]
@@ -312,12 +296,6 @@ def _bind_outputs(traced: Program, result: Any) -> None:
 
 
 def _check_stores(program: Program) -> None:
-    """Check what the GEMM's own load and store carry.
-
-    It is one wide tile each way, one accumulation.
-
-    It is one wide tile each way, one accumulation.
-    """
     kinds = [*program.operands.values()], [*program.outputs.values()]
     wide = [side.count(WideTile) for side in kinds]
     if program.wide and (wide != [1, 1] or program.paired):

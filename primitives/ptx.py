@@ -168,15 +168,7 @@ def _suits(declared: str, type: str) -> bool:
 
 
 def _check_set(statements: Sequence[Statement], registers: Mapping[str, str]) -> None:
-    """Check that every register is set before it is read.
-
-    So is `$0`, in the end, whatever predicates hold.
-
-    So is `$0`, in the end, whatever predicates hold.
-
-    Raises:
-        ProgramError: one is not.
-    """
+    """Refuse registers read before they are set, and a `$0` unset."""
     # Under which guards each register is set: "" under none. "p" and "!p" count while p is kept.
     under = {name: {""} for name in registers if name[0] == "$" and name != "$0"}
     hint = "under @p set it under @!p too, before p changes, or before both without a predicate"

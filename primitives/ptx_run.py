@@ -26,7 +26,6 @@ class Form:
     """One instruction with its modifiers, such as `add.rn.f32`.
 
     Attributes:
-        words: The parts of its name between points.
         types: PTX types of the result and of each source.
         evaluate: The result, from `words` and the sources. A value of type f32 is float32, b32
             int32, s32 and u32 int64, pred bool.
@@ -42,10 +41,7 @@ class Statement:
     """An instruction on registers and numbers.
 
     Attributes:
-        text: As it is assembled.
         guard: The predicate it runs under, `!` before it where that has to be false; else empty.
-        form: The instruction.
-        target: The register it writes.
         sources: Names of registers, and numbers as PTX writes them.
     """
 
@@ -73,8 +69,6 @@ def forms(mnemonic: str) -> list[str]:
     """List how instructions of a mnemonic are written.
 
     Of `{.rn|.rz}` one part or none is taken, of `(.u32|.s32)` one.
-
-    Of `{.rn|.rz}` one part or none is taken, of `(.u32|.s32)` one.
     """
     return [mnemonic + modifiers for m, modifiers, _, _ in _FORMS if mnemonic in m.split()]
 
@@ -90,7 +84,6 @@ def run(
 
     Args:
         statements: In order; each reads only what is set before it.
-        registers: The type each is declared with.
         args: `$1`, `$2` …: float32, shapes that broadcast.
     """
     import torch
@@ -210,12 +203,7 @@ def _sign(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
 
 
 def _extreme(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Take the smaller or larger; -0 is below +0.
-
-    A number goes before NaN, but for .NaN.
-
-    A number goes before NaN, but for .NaN.
-    """
+    """Take the smaller or larger; with .NaN a NaN; -0 < +0."""
     import torch
 
     x, y = (_flushed(words, v) for v in (x, y))
@@ -228,12 +216,7 @@ def _extreme(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Te
 
 
 def _compared(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Compare values.
-
-    Beside NaN it is false; true for names with a u after two letters, and `nan`.
-
-    Beside NaN it is false; true for names with a u after two letters, and `nan`.
-    """
+    """Compare; beside NaN only names with a third letter u hold."""
     how, (x, y) = words[1], (_flushed(words, v) for v in (x, y))
     nan = x.isnan() | y.isnan()
     if how in ("num", "nan"):

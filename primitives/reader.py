@@ -155,7 +155,6 @@ class _Reader:
         return kinds
 
     def read_decorator(self, function: ast.FunctionDef) -> dict[str, Any]:
-        """Read the kinds of the outputs."""
         kinds = dict[str, Any]()
         match function.decorator_list if "epilogue" in self.names.imported else []:
             case [ast.Call(func=ast.Name(id="epilogue"), args=[], keywords=keywords)]:
@@ -235,14 +234,7 @@ class _Reader:
 
 
 class _Names:
-    """What a text's names mean, and expressions of them.
-
-    Attributes:
-        vocabulary: Names that may be imported.
-        imported: Those that are.
-        functions: What may be called, by name.
-        values: Of the program that is read, by name.
-    """
+    """What a text's names mean, and expressions of them."""
 
     def __init__(self) -> None:
         self.vocabulary = sorted({*primitives.__all__} - {"Program"})
@@ -323,11 +315,7 @@ def _applied(
     args: list[Any],
     named: dict[str, Any] | None = None,
 ) -> Any:
-    """Call an operator or a function of the vocabulary.
-
-    Raises:
-        _Refusal: it does not take these arguments.
-    """
+    """Call an operator or a function of the vocabulary, or refuse to."""
     named = named or {}
     given = [*args, *named.values()]
     if any(a is _REFUSED for a in (function, *given)):

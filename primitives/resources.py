@@ -340,14 +340,8 @@ OUTPUT_KINDS: dict[str, type[Output]] = {
 def steps(element: int, outputs: Iterable[int], *, half: bool, group: int = 0) -> tuple[int, int]:
     """Find what N and K must be multiples of, for TMA.
 
-    It moves rows in units of 16 bytes.
-
-    It moves rows in units of 16 bytes.
-
     Args:
         element: Bytes of an element of A and B.
         outputs: Bytes of an element of each output.
-        half: Whether an output has half width.
-        group: Columns of the widest group.
     """
     return max((32 if half else 16) // min(*outputs, 2), group), 16 // element

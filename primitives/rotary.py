@@ -59,10 +59,6 @@ def rotary_turns(
 ) -> torch.Tensor:
     """Make the `turns` of `rotary`: frequencies over 2π, in two floats.
 
-    The two stand side by side.
-
-    The two stand side by side.
-
     Args:
         inverse_frequencies: (rotated / 2,) radians a position, e.g. 10000^(-2j / head_dim); float64
             keeps what float32 would round away.

@@ -49,9 +49,6 @@ def stochastic(x: Any, u: Any, dtype: Any) -> Any:
     It goes away from 0 where the share of the step that it is beyond the lower one, plus u in [0,
     1), reaches 1.
 
-    It goes away from 0 where the share of the step that it is beyond the lower one, plus u in [0,
-    1), reaches 1.
-
     The reference of a spec may call it, with numbers of `coda_agent.primitives.placed.philox`.
     """
     import torch
@@ -150,9 +147,6 @@ def to_e5m2(x: Any) -> Any:
 
 def _drawn(bits: int, low: str, top: str = "") -> Any:
     """Lower the rounding of $1 by $2 in [0, 1).
-
-    Its fraction has `bits` too many; what is added to them carries as often as they are large.
-    Below `low` the step does not shrink.
 
     Its fraction has `bits` too many; what is added to them carries as often as they are large.
     Below `low` the step does not shrink.

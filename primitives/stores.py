@@ -47,9 +47,6 @@ class _Inside:
 
     quack compares its low 32 bits, and does not know where the last tile's columns end. `thread` is
     the one that asks.
-
-    quack compares its low 32 bits, and does not know where the last tile's columns end. `thread` is
-    the one that asks.
     """
 
     def __init__(self, index: Any, n: Any, thread: Any) -> None:
@@ -64,12 +61,8 @@ class _Inside:
 class RowSelect(ColVecSelect):
     """quack's target select, into any float vector, at any index.
 
-    Every row is written once, so the vector needs no launch that fills it.
-
-    Every row is written once, so the vector needs no launch that fills it.
-
-    The thread that holds a row's target stores it, whatever its value. Rows whose index is no
-    column get 0 from the first tile of their row.
+    Every row is written once, so the vector needs no launch that fills it: by the thread that holds
+    its target, or where its index is no column with 0 from the first tile of the row.
     """
 
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> tuple[Any, ...]:
@@ -244,8 +237,6 @@ def _deeper(
     c: Any, arguments: Any, capacity: int, occupancy: int, warps: Any,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Add a stage to the mainloop where stores and loads still fit.
-
-    One stage of stores and two of loads are the least.
 
     One stage of stores and two of loads are the least.
 

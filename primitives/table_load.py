@@ -1,8 +1,4 @@
-"""Loads of tables of part of the rows or columns.
-
-Only the lowering imports this.
-
-Only the lowering imports this.
+"""Loads of tables of part of rows or columns; for the lowering.
 
 - Each thread reads the elements that its part of a subtile needs, past the edge those of the last
   row and column. They come out of the cache, since many rows or columns share one.
@@ -97,7 +93,6 @@ class TableLoad(EpiOp):
         return found
 
     def _pair(self, table: Any, row: Any, pair: Any) -> tuple[Any, Any]:
-        """What two adjacent columns read."""
         if self.kind.step == 2:
             return (table[row, pair].to(Float32),) * 2
         both = cute.local_tile(table, (1, 2), (row, pair))
@@ -136,9 +131,6 @@ def _entry(kind: Any, table: Any, row: Any, column: Any, size: Any) -> tuple[Any
 
 def _unsigned(x: Any) -> Any:
     """Make a number unsigned: signed divisions take twice the instructions.
-
-    A shape's extents are values of a class of their own, whose divisions are signed even as
-    `Uint32`.
 
     A shape's extents are values of a class of their own, whose divisions are signed even as
     `Uint32`.

@@ -46,9 +46,6 @@ class Table(Operand):
 
         1 is for one of a single column, `subtile` where the columns come in whole subtiles and can
         be loaded in twos, else 0.
-
-        1 is for one of a single column, `subtile` where the columns come in whole subtiles and can
-        be loaded in twos, else 0.
         """
         aligned = strides[1] == 1 and strides[0] % 2 == 0 and address % 16 == 0
         whole = columns % cls.subtile == 0 and cls.step > 0 and aligned
@@ -56,12 +53,7 @@ class Table(Operand):
 
     @classmethod
     def entry(cls, row: Any, column: Any, size: Any, table: Any) -> tuple[Any, Any]:
-        """Find which element of a table the output reads at a place.
-
-        The table is (R, C), the output (M, N). Places are numbers, torch's integers or a kernel's.
-
-        The table is (R, C), the output (M, N). Places are numbers, torch's integers or a kernel's.
-        """
+        """Find which element of a table the output reads at a place."""
         (m, n), (r, c) = size, table
         found = column if cls.step == 1 else column // (cls.step or n // c)
         return row // (m // r) if cls.sample else row % r, found % c

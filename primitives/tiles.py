@@ -44,12 +44,7 @@ class TileConfig:
     fused: bool = True
 
     def parts(self, k: int) -> int:
-        """Count the CTAs that share an output tile, at this K.
-
-        A short K is not split.
-
-        A short K is not split.
-        """
+        """Count the CTAs that share an output tile, at this K."""
         # A part without a K tile of its own never returns (seen on an H200).
         return self.split_k if k >= 256 * self.split_k else 1
 
@@ -150,8 +145,6 @@ _TRANSPOSED: tuple[tuple[int, TileConfig], ...] = (
 
 def carries(program: Program, arch: str) -> bool:
     """Tell whether a kernel of the architecture can carry the program.
-
-    On SM120 two warps share the columns of a row, which statistics of groups do not cross.
 
     On SM120 two warps share the columns of a row, which statistics of groups do not cross.
     """

@@ -22,9 +22,6 @@ def order(thread: Any, words: int) -> tuple[Any, dict[int, Any]]:
 
     First 1 where the halves of the row change places, else 0; then for each stride between its
     groups, in words, 1 where it is negative, else 0. `thread` is a number or an Int32.
-
-    First 1 where the halves of the row change places, else 0; then for each stride between its
-    groups, in words, 1 where it is negative, else 0. `thread` is a number or an Int32.
     """
     low, middle, high = ((thread >> bit) & 1 for bit in (2, 3, 4))
     if words == 32:

@@ -47,9 +47,6 @@ def keeping(
 
     They are of those whose gradients need the product, with what spares it as their last output.
     `choose` chooses the tiles of a program.
-
-    They are of those whose gradients need the product, with what spares it as their last output.
-    `choose` chooses the tiles of a program.
     """
     found = {}
     for binding in spec.bindings():
@@ -66,12 +63,7 @@ def keeping(
 
 
 def register(op: str, spec: Spec, variants: Variants) -> None:
-    """Register the gradients of the operator `coda_agent::op`, where it has any.
-
-    An operator that overwrites an input cannot.
-
-    An operator that overwrites an input cannot.
-    """
+    """Register the gradients of the operator `coda_agent::op`, where it has any."""
     import torch
 
     bindings = [x for x in spec.bindings() if not spec.updated(x)]
@@ -102,9 +94,6 @@ def _wide(variant: Variant) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _gradient(variant: Variant, wanted: tuple[str, ...], given: tuple[str, ...]) -> Gradient:
-    """Raises:
-    LaunchError: something on the way has no derivative.
-    """
     try:
         return Gradient.of(variant.function.program, wanted, given, _wide(variant))
     except ProgramError as error:
@@ -147,7 +136,6 @@ def _saving(variant: Variant, needed: tuple[bool, ...]) -> _Saving:
 
 
 def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Save for the backward what it can read of a call."""
     import torch
 
     needed, (a, b, *_) = ctx.needs_input_grad[: len(inputs)], variant.places

@@ -1,9 +1,4 @@
-"""Calls resolved once, found again and run; exports take this module.
-
-It needs torch alone.
-
-It needs torch alone.
-"""
+"""Calls resolved once; exports take this module: it needs torch alone."""
 
 from __future__ import annotations
 
@@ -173,9 +168,6 @@ def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
 
     It is of a tensor its shape, strides, dtype, device and address mod 32, of a number nothing.
     Subclasses of tensors, and views that negate, are not plain.
-
-    It is of a tensor its shape, strides, dtype, device and address mod 32, of a number nothing.
-    Subclasses of tensors, and views that negate, are not plain.
     """
     tensor, parameter = _plain()
     parts: list[Any] = []
@@ -204,7 +196,6 @@ class Calls(Generic[Call]):
     Args:
         a, b: Places of the GEMM's operands among the inputs.
         scalars: Places of inputs that may be numbers.
-        count: How many inputs there are.
     """
 
     def __init__(self, a: int, b: int, scalars: Sequence[int], count: int) -> None:

@@ -11,14 +11,7 @@ from coda_agent.specs import Spec
 
 
 class CallInputs:
-    """A kernel's inputs, as plain values, since torch.compile traces its calls.
-
-    Attributes:
-        names: Of the inputs, in the spec's order.
-        parameters: Values of the static parameters.
-        a: The place of A.
-        scalars: Places of single numbers.
-    """
+    """A kernel's inputs, as plain values, since torch.compile traces its calls."""
 
     def __init__(self, spec: Spec, types: Sequence[str], hint: str) -> None:
         """`types` are those of A; `hint` says what is packed."""
@@ -78,11 +71,7 @@ class CallInputs:
             )
 
     def autocast(self, values: list[Any]) -> str | None:
-        """Cast what has A's type in the spec, as autocast does.
-
-        Returns:
-            The type of device whose autocast is on, if it is.
-        """
+        """Cast as autocast does where it is on; the device's type then."""
         import torch
 
         device = getattr(getattr(values[self.a], "device", None), "type", "cpu")

@@ -2,12 +2,9 @@
 
 The time of a configuration is that of a roofline with steps. CTA tiles come in waves over the SMs.
 A wave costs so much for each step along K, and so much for its epilogues. No kernel is faster than
-memory is. `fit.py` finds the costs from measured times: four of each configuration, and two of
-memory that all configurations of a kernel share. What the formula misses at a measured shape is
-kept too, and corrects predictions near that shape.
-
-A GPU on which nothing was measured has a prior: the same formula, its costs from the geometry of
-the tile, the number of SMs and the bandwidth of memory.
+memory is. `dispatch_fit.py` finds the costs from measured times: some of each configuration, and
+two of memory that all configurations of a kernel share. What the formula misses at a measured shape
+is kept too, and corrects predictions near that shape. Without measured times there is a prior.
 """
 
 from __future__ import annotations
@@ -63,9 +60,6 @@ class Regret:
 
     Ratios: geometric mean and worst, over so many shapes, each picked by a model that was fitted
     without it.
-
-    Ratios: geometric mean and worst, over so many shapes, each picked by a model that was fitted
-    without it.
     """
 
     mean: float
@@ -75,9 +69,6 @@ class Regret:
 
 class Cost(NamedTuple):
     """What a configuration costs, in microseconds.
-
-    Its CTA tiles come in waves; where the last wave is not full, waves are more than the tiles
-    would fill.
 
     Its CTA tiles come in waves; where the last wave is not full, waves are more than the tiles
     would fill.
@@ -103,12 +94,7 @@ class Cost(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Microseconds for a byte of A and B, and an output element.
-
-    An element has all its operands.
-
-    An element has all its operands.
-    """
+    """Microseconds for a byte of A and B, and an output element."""
 
     byte: float
     element: float
@@ -116,9 +102,6 @@ class Memory(NamedTuple):
 
 class Features(NamedTuple):
     """What a shape is to a configuration.
-
-    Waves, how often its tiles fill the GPU, steps along K of one tile, the part of the tiles' M
-    that is padding, bytes of A and B, elements of the output, and 1 where K is in parts, else 0.
 
     Waves, how often its tiles fill the GPU, steps along K of one tile, the part of the tiles' M
     that is padding, bytes of A and B, elements of the output, and 1 where K is in parts, else 0.
@@ -163,12 +146,7 @@ _LIBRARY = (
 
 @lru_cache(maxsize=256)
 def _library_waves(shape: Shape, steps: int, sms: int) -> tuple[float, bool]:
-    """Count the 128 x 128 waves that a library's product is worth.
-
-    It picks its own tile, and splits K where tiles are few; the second result tells whether.
-
-    It picks its own tile, and splits K where tiles are few; the second result tells whether.
-    """
+    """Count the 128 x 128 waves that a library's product is worth."""
     m, n, k = shape
     found = (
         (
@@ -197,10 +175,6 @@ class Model:
     """Times of one kernel's configurations on one GPU.
 
     Attributes:
-        sms: Of the GPU.
-        element_bytes: Of A and B.
-        memory: What memory costs.
-        costs: By configuration.
         shapes: Where it was measured.
         misses: By configuration, at each of `shapes`: the logarithm of measured over predicted
             time; None where it was not measured.
@@ -242,9 +216,6 @@ class Model:
 
         Those count most where its waves were as full as they are here, and alone what was measured
         here.
-
-        Those count most where its waves were as full as they are here, and alone what was measured
-        here.
         """
         assert self.misses
         misses, full = self.misses[config], self._fullness.get(config)
@@ -279,12 +250,7 @@ class Model:
         return list(map(_place, self.shapes))
 
     def measured(self) -> dict[Shape, dict[TileConfig, float]]:
-        """List the times that it was fitted to, by shape.
-
-        They are microseconds, to a thousandth of each.
-
-        They are microseconds, to a thousandth of each.
-        """
+        """List the times that it was fitted to, in microseconds by shape."""
         return {
             shape: {
                 config: self._formula_us(config, shape) * math.exp(miss)
@@ -317,10 +283,6 @@ def prior(
     Costs are rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3772 places
     its picks are 4.6 % slower than the fastest. `spills` has a thread's stores to local memory, by
     a configuration's label.
-
-    Costs are rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3772 places
-    its picks are 4.6 % slower than the fastest. `spills` has a thread's stores to local memory, by
-    a configuration's label.
     """
     one, two = (
         inspect_program(program, (128, columns, 64), element_bytes=2, gemm_bytes=0).bytes_moved
@@ -342,12 +304,7 @@ def prior(
 
 
 def _guessed(config: TileConfig, element: float, waits: float) -> Cost:
-    """Guess a configuration's costs by its epilogue's bytes an element and waits.
-
-    A wait is in microseconds of a tile of 128 x 128.
-
-    A wait is in microseconds of a tile of 128 x 128.
-    """
+    """Guess a configuration's costs by its epilogue's bytes an element and waits."""
     if not config.fused:  # two launches, and cuBLAS splits K where it has few tiles
         return Cost(12.0, 0.02, 0.5, 0.0, 0.1, 1.0, 1.5)
     area = config.tile_m * config.tile_n / 128**2
@@ -368,10 +325,7 @@ def propose(
     gpu: Gpu = H200,
     spills: Mapping[str, int] | None = None,
 ) -> list[TileConfig]:
-    """List configurations worth measuring at a shape, the likely fastest first.
-
-    They are predicted by the `model` of the program, else by the prior for `gpu` and `spills`.
-    """
+    """List configurations worth measuring, the fastest by `model` or the prior first."""
     configs = offered(program, [shape])
     known = model or prior(program, shape, gpu, spills=spills)
     found = [config for config, _ in known.ranked(shape, configs)]

@@ -40,8 +40,6 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
 
     Args:
         measured: By shape; a configuration need not stand at every one.
-        element_bytes: Of A and B.
-        sms: Of the GPU.
     """
     import torch
 
@@ -87,11 +85,7 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
 
 
 class _Costs:
-    """Costs as they are fitted: start, kind's share, configuration's own.
-
-    Attributes:
-        parameters: What the optimiser changes.
-    """
+    """Costs as they are fitted: start, kind's share, configuration's own."""
 
     def __init__(self, configs: Sequence[TileConfig]) -> None:
         import torch
@@ -127,8 +121,6 @@ def undisturbed(
     """Leave out measured times that something else on the machine made long.
 
     Those are 1.8 times as long as they would fit; where a fifth of a shape's are, it is left out.
-
-    Those are 1.8 times as long as they would fit; where a fifth of a shape's are, it is left out.
     """
     model = fit(measured, element_bytes=element_bytes, sms=sms)
     misses, kept = model.misses or {}, dict[Shape, Times]()
@@ -142,12 +134,7 @@ def undisturbed(
 def held_back(
     measured: Mapping[Shape, Times], *, element_bytes: int, sms: int
 ) -> tuple[Regret, dict[Shape, float]]:
-    """Find the regret at each shape, by models fitted without it.
-
-    They are fitted without an eighth of the others, too. The second result is the ratio at each.
-
-    They are fitted without an eighth of the others, too. The second result is the ratio at each.
-    """
+    """Find the regret at each shape, by models fitted without it."""
     shapes = list(measured)
     ratios: dict[Shape, float] = {}
     for fold in range(_FOLDS):

@@ -57,9 +57,7 @@ class Entry(_Part):
     Attributes:
         program: Digest of the program.
         dtype: Of A; other types of the same width share the entry.
-        element_bytes: Its width.
         date, machine, version: When, on what, and by which version of the compile gate.
-        regret: Of the model's picks at shapes it was not fitted to.
     """
 
     program: str
@@ -89,10 +87,7 @@ class Entry(_Part):
         return cls(element_bytes=model.element_bytes, **kept, **about)
 
     def model(self, sms: int) -> Model:
-        """
-        Raises:
-            ValueError: a configuration has not one miss for each shape.
-        """
+        """Make the model, on a GPU with so many SMs."""
         if any(len(tile.misses) != len(self.shapes) for tile in self.tiles):
             raise ValueError("misses and shapes are not equally many")
         return Model(
@@ -139,11 +134,6 @@ def fitted(folder: Path = PACKAGED) -> list[str]:
 
 
 def _unpack(path: Path) -> Table:
-    """
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no table.
-    """
     try:
         return Table.model_validate_json(lzma.decompress(path.read_bytes()))
     except (lzma.LZMAError, EOFError) as error:
@@ -152,12 +142,7 @@ def _unpack(path: Path) -> Table:
 
 @lru_cache(maxsize=16)
 def read(folder: Path, gpu: str) -> Table | None:
-    """Read a GPU's table, if there is a usable one.
-
-    One that cannot be used is warned of, once.
-
-    One that cannot be used is warned of, once.
-    """
+    """Read a GPU's table, if there is a usable one."""
     path = file(folder, gpu)
     try:
         table = _unpack(path)
@@ -188,7 +173,6 @@ def find(
 
     Args:
         folder: Of kernels; the package's tables count behind its own.
-        gpu: Name of the card.
         kernel, program, dtype: Its name, its program's digest, and the type of A.
         sms: SMs of the card; 0 takes no other card's table.
 

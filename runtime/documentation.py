@@ -10,12 +10,7 @@ from coda_agent.specs.format import Output
 
 
 def documentation(spec: Spec, columns: Collection[str]) -> str:
-    """Write a kernel's docstring: mathematics, inputs, outputs, sizes, a call.
-
-    Args:
-        spec: Its spec.
-        columns: Inputs that are numbers of columns.
-    """
+    """Write a kernel's docstring: mathematics, inputs, outputs, sizes, a call."""
     declared = spec.declared
     given = [_tensor(spec, name, x, name in columns) for name, x in declared.inputs.items()]
     made = [_tensor(spec, name, x, False) for name, x in declared.outputs.items()]
@@ -59,7 +54,6 @@ def _tensor(spec: Spec, name: str, tensor: Output, column: bool) -> str:
 
 
 def _parameters(spec: Spec) -> Iterator[str]:
-    """What is fixed in a kernel, and what a choice overwrites."""
     for name, values in spec.parameters.items():
         yield f"{name}: {' or '.join(map(repr, values))}, by default the first"
     if place := spec.in_place:
@@ -77,5 +71,4 @@ def _sizes(spec: Spec) -> Iterator[str]:
 
 
 def _call(spec: Spec) -> str:
-    """Write a call, which takes what is packed in its parts' place."""
     return f"{', '.join(spec.declared.outputs)} = {spec.name}({', '.join(spec.inputs)})"

@@ -3,9 +3,6 @@
 Unfused calls have a finished product, gradients another tile in its place. Only the lowering
 imports this.
 
-Unfused calls have a finished product, gradients another tile in its place. Only the lowering
-imports this.
-
 - A thread owns eight adjacent columns, which rows of every tensor hold in 16-byte units, and takes
   row after row of its CTA. So a sum over rows needs no other thread, and one over columns a warp's
   shuffles and a word of shared memory for each warp.
@@ -112,12 +109,7 @@ class Elementwise:
         return found
 
     def _partials(self) -> dict[str, tuple[Any, ...]]:
-        """Allocate shared memory of each reduction over columns.
-
-        It holds for each row and warp a value, of a log-sum-exp the maximum and the sum.
-
-        It holds for each row and warp a value, of a log-sum-exp the maximum and the sum.
-        """
+        """Allocate a value a row and warp of each reduction over columns."""
         memory: Any = cutlass.utils.SmemAllocator()  # pyright: ignore[reportPrivateImportUsage]
         layout = cute.make_layout((self.rows, self.warps))
         return {
@@ -154,7 +146,6 @@ class Elementwise:
                     _store(stores[o], made, row.index, place.vector, row.inside & place.inside)
 
     def _load(self, row: Any, named: _Named) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """Load a row's product, operands, and what an output adds to."""
         (product, tensors, stores), column, values = named, row.place.column, {}
         for o, kind in self.program.operands.items():
             if kind is ColVector:
@@ -304,7 +295,6 @@ def _registers(count: int, value: float) -> Any:
 
 
 def _tile(tensor: Any, row: Any, vector: Any, width: int) -> Any:
-    """`width` columns of a row of a tensor, or of a vector."""
     if row is None:
         return cute.local_tile(tensor, (width,), (vector,))
     return cute.local_tile(tensor, (1, width), (row, vector))
@@ -351,9 +341,6 @@ def _keep(planes, values, row, place):
 
 def compile_elementwise(program: Program, config: TileConfig, types: Sequence[Any]) -> Any:
     """Compile the kernel for tensors of these torch dtypes.
-
-    They are of what stands for the product, of operands, "number" for a scalar that is one, and of
-    outputs; sizes and strides are those of a call.
 
     They are of what stands for the product, of operands, "number" for a scalar that is one, and of
     outputs; sizes and strides are those of a call.

@@ -1,7 +1,4 @@
-"""Reductions of the elementwise kernel: in threads, warps and CTAs.
-
-Only the lowering imports this.
-"""
+"""The elementwise kernel's reductions; only the lowering imports this."""
 
 from __future__ import annotations
 
@@ -52,12 +49,7 @@ def total(combine: str, planes: list[list[Any]]) -> Any:
 
 
 def _shift(top: Any) -> Any:
-    """Find what exponents are taken less: the maximum, or 0.
-
-    It is 0 where all is -inf, whose sum then is 0.
-
-    It is 0 where all is -inf, whose sum then is 0.
-    """
+    """Find what exponents are taken less: the maximum, or 0 of -inf."""
     return Float32(select_(top == Float32(-math.inf), Float32(0.0), top))
 
 

@@ -35,11 +35,9 @@ class ProgramFunction:
     """A program with element types and a way to choose its tiles.
 
     Attributes:
-        program: The program.
         dtypes: Output name to dtype name; None or none means the dtype of A, float32 if gathered.
         choose: (M, N, K, dtype name of A, reduction block or None) to the configuration to run;
             None where none is known for that block.
-        types: Names of the dtypes that A may have.
         refused: Labels of tiles that no block size may select.
         columns: Index operands that name a column in each row; of others one outside selects 0.
         kept: Whether what an `AddTile` is added to must not change: it is copied.
@@ -107,15 +105,7 @@ class ProgramFunction:
         *,
         block_size: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Make a call's results without data, of sizes that may be symbols.
-
-        Reductions are those over no rows.
-
-        Reductions are those over no rows.
-
-        Raises:
-            LaunchError: as a call.
-        """
+        """Make a call's results without data, of sizes that may be symbols."""
         m, n, _, lead = self._checked(a, b, operands)
         tile = DEFAULT_CONFIGS["sm_90a"] if block_size is None else self._tile(block_size)
         results = allocate(self.program, m, n, self._checks.dtypes_for(a.dtype), tile, a.device)
@@ -222,9 +212,6 @@ class ProgramFunction:
 
 def reduction_block(program: Program, config: TileConfig) -> int | None:
     """Find the block of raw partials that one launch gives.
-
-    None where rows and columns are both reduced over, by different extents, where partials of K are
-    summed first, or where the product is a launch of its own.
 
     None where rows and columns are both reduced over, by different extents, where partials of K are
     summed first, or where the product is a launch of its own.

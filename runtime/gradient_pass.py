@@ -3,9 +3,6 @@
 The graph of `gradient.py` is a program of its own, which the elementwise kernel of unfused forms
 replays.
 
-The graph of `gradient.py` is a program of its own, which the elementwise kernel of unfused forms
-replays.
-
 - Each tensor is read once. The gradient at the accumulator and those of tiles are written in their
   own types, and those of vectors are sums over rows or columns, whose partials one launch folds.
 - In the place of the product stands the first tile that is read, where the product is not.
@@ -69,8 +66,6 @@ class GradientPass:
     """The kernel of a `Gradient`.
 
     Attributes:
-        gradient: What is computed.
-        program: The same as a program.
         first: What stands in the place of the product; `PRODUCT` where that does.
     """
 
@@ -85,12 +80,7 @@ class GradientPass:
 
     @classmethod
     def of(cls, gradient: Gradient) -> GradientPass | None:
-        """Make that of `gradient`, if the kernel carries it.
-
-        It carries neither tables nor groups, nor what reads no tile.
-
-        It carries neither tables nor groups, nor what reads no tile.
-        """
+        """Make that of `gradient`; None of tables, groups, and without a tile."""
         forward, graph = gradient.program, gradient.graph
         named = {n.name for n in graph.nodes if n.op == "operand"}
         read = {o: _kind(forward, o) for o in gradient.reads}
@@ -116,11 +106,7 @@ class GradientPass:
         types: Sequence[torch.dtype],
         product: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Compute final reductions' gradients, on a Hopper GPU.
-
-        Raises:
-            CompileError: the DSL refuses the program.
-        """
+        """Compute final reductions' gradients, on a Hopper GPU."""
         named = tensors if product is None else {**tensors, PRODUCT: product}
         given = [named[o] for o in (self.first, *self.program.operands)]
         option = (size, *types)

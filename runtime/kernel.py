@@ -33,11 +33,7 @@ class Kernel:
     the same dtypes and layouts has compiled it.
 
     Attributes:
-        spec: Its frozen spec.
-        programs: Its programs by variant name.
-        tiles: Which tile a call runs.
         variants: What runs, for each choice of the static parameters.
-        ops: Their operators.
         kept: Operators that calls with gradients run in place of these, where their backward pass
             needs more than they store: that is their last output.
         left_out: Outputs of the accepted kernel that this one does not give.
@@ -58,26 +54,20 @@ class Kernel:
         self.tiles = tiles = tiles or TileChoice(spec.name, next(iter(programs.values())))
         self._op, self._less = op_name, dict[tuple[str, ...], Kernel]()
         self.__name__ = spec.name  # what help() and torch.compile print
-        column = Draw("integers", (0, spec.gemm_dims[1]))
-        columns = tuple(x for x, t in spec.inputs.items() if t.draw == column)
-        self.__doc__ = documentation(spec, columns)
+        self.__doc__ = documentation(spec, columns := _columns(spec))
         self.variants = _variants(spec, programs, tiles, columns)
         self.ops = _operators(op_name, spec, self.variants)
         choosing = partial(prior_chooser, refused=tiles.refused, spills=tiles.spills)
         kept = gradients.keeping(spec, self.variants, choosing)
         self.kept = _operators(f"{op_name}_kept", spec, kept)
         # Plain values, because torch.compile traces the call.
-        types = _types(spec)
-        alike = spec.inputs[spec.gemm[0]].dtype, *types
+        types, alike = _types(spec), (spec.inputs[spec.gemm[0]].dtype, *_types(spec))
         self._declared = Declared(spec.name, spec.layout, alike) if spec.layout else None
         self._inputs = CallInputs(spec, types, self._declared.hint if self._declared else "")
         self._returned = {tuple(x.values()): _returned(spec, x) for x in spec.bindings()}
 
     def __call__(
-        self,
-        *args: Any,
-        block_size: int | None = None,
-        **inputs: Any,
+        self, *args: Any, block_size: int | None = None, **inputs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the kernel.
 
@@ -88,9 +78,8 @@ class Kernel:
                 specialises on a number, and not on what a tensor holds. Where some are tensors, a
                 number costs a launch that fills one.
             block_size: None gives final reductions, by one launch more; an integer the raw float32
-                partials of blocks of that many columns (or rows, where rows are reduced
-                over), from one launch. Inputs whose strides or address TMA cannot load are copied
-                first.
+                partials of blocks of that many columns (or rows, where rows are reduced over), from
+                one launch. Inputs whose strides or address TMA cannot load are copied first.
             inputs: Inputs by name, and the spec's static parameters.
 
         Returns:
@@ -100,8 +89,8 @@ class Kernel:
         Raises:
             ArgumentError: an input is missing, or there is no such input; a TypeError, too.
             LaunchError: wrong shapes, dtypes or layouts; the message names the tensor. Or an input
-                requires a gradient, and there is none: of FP8 numbers, and of a
-                variant that overwrites an input.
+                requires a gradient, and there is none: of FP8 numbers, and of a variant that
+                overwrites an input.
         """
         key = self._inputs.choice(inputs) if self._inputs.parameters else ()
         values: Sequence[Any] = args
@@ -126,11 +115,7 @@ class Kernel:
         if self._declared:
             element, raw = values[self._inputs.a].dtype, block_size is not None
             results = self._declared.left(names, results, element, raw=raw)
-        if updated is None:
-            return results
-        o, i = updated
-        others = results if isinstance(results, tuple) else () if results is None else (results,)
-        return (*others[:o], given[i], *others[o:]) if others else given[i]
+        return results if updated is None else _with_updated(results, given, *updated)
 
     def without(self, *outputs: str) -> Kernel:
         """Give the kernel that neither computes nor stores these outputs.
@@ -143,9 +128,6 @@ class Kernel:
 
         Args:
             outputs: Names in the spec; calls with the same ones give the same kernel.
-
-        Returns:
-            A kernel of the same inputs and the other outputs.
 
         Raises:
             LaunchError: no such output, one that may overwrite an input, or what is left reads less
@@ -186,9 +168,6 @@ class Kernel:
         Args:
             tensors: By their names in the spec, as `help` of the kernel shows under "Packed".
 
-        Returns:
-            The packed tensor.
-
         Raises:
             LaunchError: no input is made of exactly these.
         """
@@ -200,8 +179,7 @@ class Kernel:
         """Take a packed tensor apart again: the inverse of `pack`.
 
         Args:
-            name: Of the kernel's input.
-            packed: What `pack` gave, or its gradient.
+            packed: What `pack` gave for the input of that name, or its gradient.
             extents: Of each part along the dimension in which they lie side by side; by default
                 in the spec's proportion.
 
@@ -224,18 +202,9 @@ class Kernel:
         return self._declared
 
     def _anew(
-        self,
-        variant: Variant | None,
-        key: tuple[str, ...],
-        values: list[Any],
-        block_size: int | None,
+        self, variant: Variant | None, key: tuple[str, ...], values: list[Any], block: int | None
     ) -> Any:
-        """Run a call without a plan.
-
-        It is the operator's where calls are traced, without `variant`, or differentiated.
-
-        It is the operator's where calls are traced, without `variant`, or differentiated.
-        """
+        """Run a call without a plan, by the operator if need be."""
         self._inputs.check(values)
         if variant is None:
             self._inputs.check_transforms()
@@ -244,7 +213,7 @@ class Kernel:
 
             # The interpreter's own product would be cast too.
             with torch.autocast(device, enabled=False):
-                return self._anew(variant, key, values, block_size)
+                return self._anew(variant, key, values, block)
         scalars, a = self._inputs.scalars, self._inputs.a
         in_memory = scalars and filled(values, scalars, values[a].device)
         if variant is None or signature(values) is None or differentiated(values):
@@ -252,19 +221,23 @@ class Kernel:
             packet = kept or self.ops[key]
             op = packet.Tensor if in_memory else packet.default
             static: dict[str, Any] = dict(zip(self._inputs.parameters, key, strict=True))
-            if block_size is not None:
-                static["block_size"] = block_size
+            if block is not None:
+                static["block_size"] = block
             found = op(*values, **static)
-            if kept is None:
-                return found
-            return found[:-1] if len(found) > 2 else found[0]
-        return variant(values, block_size)  # what the operator runs, without the dispatcher
+            return found if kept is None else found[:-1] if len(found) > 2 else found[0]
+        return variant(values, block)  # what the operator runs, without the dispatcher
 
 
 def _types(spec: Spec) -> tuple[str, ...]:
     """The element types that A may have."""
     element = spec.inputs[spec.gemm[0]].dtype
     return spec.types.get(element, (element,))
+
+
+def _columns(spec: Spec) -> tuple[str, ...]:
+    """The inputs that name a column in each row."""
+    column = Draw("integers", (0, spec.gemm_dims[1]))
+    return tuple(x for x, t in spec.inputs.items() if t.draw == column)
 
 
 def _variants(
@@ -287,7 +260,6 @@ def _variants(
 
 
 def _operators(name: str, spec: Spec, variants: Variants) -> dict[tuple[str, ...], Any]:
-    """Register the operators of variants and their gradients."""
     ops = register(name, spec, variants)
     gradients.register(name, spec, variants)
     return ops
@@ -296,13 +268,14 @@ def _operators(name: str, spec: Spec, variants: Variants) -> dict[tuple[str, ...
 def _returned(
     spec: Spec, binding: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[int, int] | None]:
-    """Find a call's outputs, and places of one that overwrites its input.
-
-    The names are of those that overwrite none.
-
-    The names are of those that overwrite none.
-    """
+    """Find a call's outputs, and places of one that overwrites its input."""
     updated = spec.updated(binding)
     names, inputs = tuple(spec.declared.outputs), tuple(spec.inputs)
     places = [(names.index(o), inputs.index(i)) for o, i in updated.items()]
     return tuple(o for o in spec.outputs if o not in updated), places[0] if places else None
+
+
+def _with_updated(results: Any, given: Sequence[Any], o: int, i: int) -> Any:
+    """Put input `i` in the place `o` of the output that overwrote it."""
+    others = results if isinstance(results, tuple) else () if results is None else (results,)
+    return (*others[:o], given[i], *others[o:]) if others else given[i]

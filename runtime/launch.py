@@ -64,13 +64,11 @@ class Arguments(NamedTuple):
     """What is launched: one kernel, or two where the configuration is unfused.
 
     Attributes:
-        program: The program.
         a: (M, K).
         b: (N, K).
         operands: By name: tiles (M, N) or (M, 2N), vectors (M,) or (N,), numbers or one-element
             float32 tensors. An index outside [0, N) selects 0.
         outputs: Raw buffers, as of `allocate`.
-        config: The tile configuration.
         bound: The launch, if it is resolved.
     """
 
@@ -88,8 +86,6 @@ class Bound:
     """A launch with everything resolved but the tensors.
 
     Attributes:
-        program: The program.
-        config: The tile configuration.
         enqueue: Launches on the current stream of the tensors' device, which is the current one.
             Takes inputs and outputs.
     """
@@ -99,12 +95,7 @@ class Bound:
     enqueue: Callable[[Sequence[Any], Sequence[torch.Tensor]], None]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        """Run on tensors and numbers like those it was bound to.
-
-        Like are shapes, strides, dtypes and device. Further inputs are passed over.
-
-        Like are shapes, strides, dtypes and device. Further inputs are passed over.
-        """
+        """Run on inputs like the bound ones; further ones are passed over."""
         instead = launcher.get()
         if instead is _launch:
             self.enqueue(inputs, outputs)
@@ -149,7 +140,6 @@ or lets some fail, sets one that calls the one before; `run=False` compiles ahea
 
 
 def _fused(given: Arguments) -> Callable[..., None]:
-    """The launch of the kernel whose epilogue is the program."""
     program, a, b, operands, _, config, _ = given
     plan = _plan(given)
     swap, parts = config.swap_ab, plan.split_k > 1
@@ -171,17 +161,7 @@ def _fused(given: Arguments) -> Callable[..., None]:
 
 
 def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find where a fused kernel's arguments lie.
-
-    Those of A, B, D and C, and of its epilogue, lie among None, the outputs, the inputs, and at
-    last where parts of K meet.
-
-    Those of A, B, D and C, and of its epilogue, lie among None, the outputs, the inputs, and at
-    last where parts of K meet.
-
-    Raises:
-        CompileError: as `launch`.
-    """
+    """Find a fused kernel's arguments: as `call_cache.launching` has their order."""
     return _ordered(given, cached(partial(_plan, given)))
 
 
@@ -196,7 +176,6 @@ def _ordered(given: Arguments, plan: Any) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def _plan(given: Arguments) -> Any:
-    """quack's launch plan, compiled or found."""
     program, a, b, operands, outputs, config, _ = given
     values = _by_kernel_name(program, operands, outputs)
     d, c = values.pop("D", None), values.pop("c", None)

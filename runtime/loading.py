@@ -28,9 +28,6 @@ def load_kernel(folder: Path) -> Kernel:
     operator is `coda_agent::<name>` for a kernel of this package. Elsewhere, where other
     contents may come under the same name, `coda_agent::<name>_<digest of the files>`.
 
-    Args:
-        folder: It.
-
     Returns:
         The function, which `help` describes.
 

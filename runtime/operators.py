@@ -9,7 +9,7 @@
 - Plain `Library` registrations: one that does nothing takes 2 us of an H200's host, and under
   torch.compile 26, where a compiled `torch.mm` takes 43 (torch 2.11). `torch.library.custom_op`
   costs 18 us a call where this costs 4 (torch 2.13 on a CPU). That an operator has gradients
-  (`gradients.py`) costs its calls 4 us more there, and calls past the dispatcher nothing.
+  (`autograd.py`) costs its calls 4 us more there, and calls past the dispatcher nothing.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class Variant:
     """A kernel with its parameters chosen, of inputs in the spec's order.
 
     Attributes:
-        name: The kernel's.
-        function: Its program.
         operands: Names of the program's operands, in its order.
         places: Those of A, B and the operands among the inputs.
         updated: Places of outputs that overwrite an input, and that input's.
@@ -86,14 +84,6 @@ class Variant:
 
     def __call__(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """Give the outputs that overwrite no input, a single one alone.
-
-        There may be none: then it is None.
-
-        There may be none: then it is None.
-
-        Args:
-            values: The inputs; `updated` ones change.
-            block_size: As a kernel's.
 
         Raises:
             LaunchError: an input requires a gradient, or does not fit.
@@ -152,11 +142,7 @@ Variants = Mapping[tuple[str, ...], Variant]
 def register(
     name: str, spec: Spec, variants: Variants
 ) -> dict[tuple[str, ...], torch._ops.OpOverloadPacket]:
-    """Register a kernel's operators: `name`, and `name_` where inputs are overwritten.
-
-    Returns:
-        The operator of each variant.
-    """
+    """Register a kernel's operators: `name`, and `name_` where inputs are overwritten."""
     import torch
 
     ops = {}

@@ -32,7 +32,6 @@ class Wanted(NamedTuple):
     """What a call shall give.
 
     Attributes:
-        dtypes: Of the outputs.
         raw: Whether reductions stay partials.
         kept: Whether what is added to is copied first.
     """
@@ -53,15 +52,9 @@ def resolve(
     """Plan a call whose arguments were checked.
 
     Args:
-        program: The program.
         a: (…, M, K), M not 0.
         b: (N, K).
         operands: By name, with what is added to in place.
-        config: The tile configuration.
-        wanted: What it shall give.
-
-    Raises:
-        CompileError: as `launch`.
     """
     import torch
 
@@ -146,12 +139,7 @@ class Finish:
         return len(self._folded) + len(self._views)
 
     def __call__(self, outputs: list[torch.Tensor]) -> None:
-        """Finish a call; the first one binds the launch.
-
-        Later partials must lie in memory as its own.
-
-        Later partials must lie in memory as its own.
-        """
+        """Finish a call, by a launch that the first one's layouts bind."""
         if self._folded:
             raws = [outputs[i] for i, *_ in self._folded]
             fold = self._bound or self._bind(raws)

@@ -28,7 +28,6 @@ def program_text(program: Program, stored: Mapping[str, str | None], dtype: str,
     """Write down a kernel for `coda_agent::kernel`.
 
     Args:
-        program: What it computes.
         stored: The element type of each output; none of a reduction.
         dtype: That of A and B.
         like: The folder of the accepted kernel whose tiles it takes; "" for those that a model of

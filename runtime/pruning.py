@@ -12,12 +12,7 @@ from coda_agent.specs import Spec
 def without(
     spec: Spec, programs: Mapping[str, Program], outputs: Sequence[str]
 ) -> tuple[Spec, dict[str, Program]]:
-    """What is left where these outputs are neither computed nor stored.
-
-    Raises:
-        LaunchError: no such output, one that may overwrite an input, or what is left reads less
-            than all inputs.
-    """
+    """Leave out these outputs, as `Kernel.without` does."""
     for o in outputs:
         if o not in spec.outputs:
             known = ", ".join(spec.outputs)

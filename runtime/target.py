@@ -70,8 +70,6 @@ class Tensors(NamedTuple):
 
     Attributes:
         dtype: Of A and B.
-        operands: Element types by name.
-        outputs: Element types by name.
         read_scalars: Whether scalars are read from device memory, as those of tensors are.
         turned: Those of A and B that are transposes of contiguous matrices, as "B".
         tables: Extents of tables, on whose columns the code depends.
@@ -151,7 +149,6 @@ def compile_blind(
 
 
 def _keep(path: Path, report: Mapping[str, Any]) -> None:
-    """Facts about an object, beside it."""
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(report))
     part.replace(path.with_suffix(".json"))
@@ -235,9 +232,6 @@ _MOVES = re.compile(r"UTMALDG|UTMASTG|UTMAREDG|STL|LDL")
 
 def instructions(sass: str) -> dict[str, int]:
     """Count a disassembly's instructions that say how a kernel works.
-
-    They are tensor-core ones with their types but without their shape, such as `HGMMA.F32.BF16`;
-    TMA's loads, stores and reduce-adds; accesses to local memory.
 
     They are tensor-core ones with their types but without their shape, such as `HGMMA.F32.BF16`;
     TMA's loads, stores and reduce-adds; accesses to local memory.

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TensorChecks:
-    """The checks of a program's tensors.
-
-    Attributes:
-        program: The program.
-        dtypes: As a `ProgramFunction`'s.
-    """
+    """The checks of a program's tensors; `dtypes` are a `ProgramFunction`'s."""
 
     program: Program
     dtypes: Mapping[str, str | None]
@@ -48,7 +43,6 @@ class TensorChecks:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def _steps(self, element: torch.dtype) -> tuple[int, int]:
-        """What N and K must be multiples of."""
         sizes = (d.itemsize for d in self.dtypes_for(element).values())
         half = HalfTile in self.program.outputs.values()
         return steps(element.itemsize, sizes, half=half, group=self.program.group)
@@ -61,12 +55,6 @@ class TensorChecks:
         types: tuple[str, ...],
     ) -> tuple[int, int, int, tuple[int, ...]]:
         """Find M, N, K and the leading dimensions; M may be symbolic.
-
-        Args:
-            a: (…, M, K).
-            b: (N, K).
-            operands: By name.
-            types: Names of the dtypes that A may have.
 
         Raises:
             LaunchError: wrong shape, dtype or device.
@@ -116,12 +104,7 @@ class TensorChecks:
         return ""
 
     def columns(self, o: str, index: torch.Tensor, n: int) -> None:
-        """Refuse indices of no column, which a kernel takes for 0.
-
-        A check there is three launches.
-
-        A check there is three launches.
-        """
+        """Refuse indices of no column, which a kernel takes for 0."""
         outside = index[(index < 0) | (index >= n)]
         if outside.numel():
             raise self.error(

@@ -22,7 +22,6 @@ class TileChoice:
 
     Attributes:
         name: Of the kernel, in dispatch tables.
-        program: Whose tiles they are.
         tuned: GPU name to dtype to measured shapes with their best configuration.
         refused: Labels of tiles that compute wrongly; never dispatched.
         user: What the user measured of it; None of a kernel that is not an accepted one's folder.
@@ -57,12 +56,7 @@ class TileChoice:
         It is what the user measured to be fastest at exactly this shape, else what tuned.json has
         of it, else what the GPU's dispatch table predicts to be, or without one the prior.
 
-        It is what the user measured to be fastest at exactly this shape, else what tuned.json has
-        of it, else what the GPU's dispatch table predicts to be, or without one the prior.
-
         Args:
-            m, n, k: The shape.
-            dtype: Of A.
             block: The reduction block; None leaves it open.
             gpu: A GPU's name; by default that of the first one here.
 

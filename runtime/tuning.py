@@ -33,12 +33,7 @@ _COMPILERS = "quack-kernels", "nvidia-cutlass-dsl"
 
 
 class TunedShape(BaseModel):
-    """The best configuration at one shape, and of each reduction block.
-
-    The median time of the best is in microseconds.
-
-    The median time of the best is in microseconds.
-    """
+    """The best configuration at one shape, and of each reduction block."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,11 +89,7 @@ def _toolchain() -> list[str]:
 
 
 class UserTuning:
-    """What the user measured of one kernel.
-
-    Attributes:
-        path: Its file, which need not exist.
-    """
+    """What the user measured of one kernel, in a file of theirs."""
 
     def __init__(self, kernel: str, digest: str) -> None:
         """Takes the kernel's name, and the digest of its program and spec."""
@@ -144,11 +135,7 @@ class UserTuning:
         return _LINES.validate_json(text)
 
     def add(self, measured: Mapping[str, Any]) -> None:
-        """Add lines, in place of those of the same shapes.
-
-        Adding none shows whether more can be.
-
-        Adding none shows whether more can be.
+        """Add lines, in place of their shapes'; adding none tests the folder.
 
         Raises:
             OSError: the folder cannot be written to; the file is as it was.

@@ -34,12 +34,7 @@ def forget() -> None:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply a bᵀ in float32 by cuBLAS.
-
-    Rows of (M, K) and (N, K) are multiples of 16 bytes.
-
-    Rows of (M, K) and (N, K) are multiples of 16 bytes.
-    """
+    """Multiply (M, K) by (N, K)ᵀ in float32; rows are 16-byte multiples."""
     import torch
 
     if a.element_size() > 1:
@@ -67,11 +62,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 
 def resolve(given: Arguments) -> Callable[..., None]:
-    """Compile the elementwise kernel for such tensors; what runs both launches.
-
-    Raises:
-        CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
-    """
+    """Compile the elementwise kernel for such tensors; what runs both launches."""
     import torch
 
     program, a, _, operands, outputs, config, _ = given
@@ -102,10 +93,8 @@ def prepare(program: Program, types: Sequence[Any], config: TileConfig) -> Calla
     """Compile the kernel of one tuple: the product's tile, operands, outputs.
 
     Args:
-        program: The program.
         types: Their torch dtypes in its order; "number" of a scalar that is one, where one in
             memory is (1,).
-        config: The block.
 
     Raises:
         CompileError: the configuration is no block of the kernel, or the DSL refuses the program.

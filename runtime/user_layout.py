@@ -22,7 +22,6 @@ class Declared:
     `types` are the names that stand for the type of A.
 
     Attributes:
-        name: The kernel's.
         inputs: Of those that are not passed as they are, in canonical order: place, name, whether
             all of its dimensions but the last become one, whether its two change places,
             how many its columns are, and which dimensions of extent 1 it loses.
@@ -61,11 +60,7 @@ class Declared:
         return "; ".join(lines)
 
     def entered(self, values: Sequence[Any]) -> list[Any]:
-        """Canonical inputs of a caller's.
-
-        Raises:
-            LaunchError: A dimension that has to be 1 is not.
-        """
+        """Make canonical inputs of a caller's."""
         found = list(values)
         for i, name, flat, turned, columns, units in self.inputs:
             value = found[i]
@@ -98,11 +93,7 @@ class Declared:
         return tuple(found) if len(found) > 1 else found[0] if found else None
 
     def pack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Copy declared tensors into the kernel's input in which they lie.
-
-        Raises:
-            LaunchError: They are not all that one input is made of.
-        """
+        """Copy declared tensors into the kernel's input in which they lie."""
         import torch
 
         for place in self.packing.values():
@@ -126,21 +117,7 @@ class Declared:
     def unpack(
         self, name: str, packed: torch.Tensor, extents: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Take a packed tensor apart: the inverse of `pack`.
-
-        What comes are views, but of halves and of what is scaled.
-
-        What comes are views, but of halves and of what is scaled.
-
-        Args:
-            name: Of the kernel's input.
-            packed: What `pack` gave.
-            extents: Of each along the dimension in which they lie side by side; by default in the
-                spec's proportion.
-
-        Raises:
-            LaunchError: No such input is packed, or the extents leave the proportion open.
-        """
+        """Take a packed tensor apart: the inverse of `pack`."""
         if (place := self.packing.get(name)) is None:
             known = ", ".join(self.packing) or "none"
             raise LaunchError(f"{self.name}: {name!r} is not packed, expected one of {known}")

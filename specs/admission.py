@@ -58,12 +58,8 @@ _MOVES = frozenset(
 def admit(spec: Spec) -> None:
     """Run a spec's reference on CPU, and refuse one that proves nothing.
 
-    It runs for every binding and element type. What means more than a program can is refused, too.
-
-    It runs for every binding and element type. What means more than a program can is refused, too.
-
-    Uses the smallest check shape of several rows whose outputs are not tiny. The reference runs in
-    this process; one that is not ours belongs into a child.
+    It runs for every binding and element type, at the smallest check shape of several rows whose
+    outputs are not tiny, and in this process: one that is not ours belongs into a child.
 
     Raises:
         SpecError: The reference raises; an output of another shape or dtype than declared,
@@ -153,10 +149,6 @@ def _rounding_is_meant(
     spec: Spec, declared: Collection[torch.dtype]
 ) -> AbstractContextManager[object]:
     """Refuse, within, to compute on what only this run rounds.
-
-    Rounded is what is cast to 8 bits, or to 16 in a type that this run does not declare. The exact
-    run rounds as well at a cast to a `narrow` type, moves, and a cast on; anything else that rounds
-    is lost on it.
 
     Rounded is what is cast to 8 bits, or to 16 in a type that this run does not declare. The exact
     run rounds as well at a cast to a `narrow` type, moves, and a cast on; anything else that rounds
@@ -265,9 +257,6 @@ def _needless(
     spec: Spec, inputs: Values, truth: _Outputs, exact: Callable[[Values], _Outputs]
 ) -> str:
     """Say whether a product with one vector would give all outputs.
-
-    Then they follow from sums of B's rows, or of A's, with weights that are the same for every row
-    of the product, or every column.
 
     Then they follow from sums of B's rows, or of A's, with weights that are the same for every row
     of the product, or every column.

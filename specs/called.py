@@ -19,13 +19,7 @@ class Elsewhere(RuntimeError):
 
 
 class Called:
-    """A function with an example of each argument; its text is run.
-
-    Attributes:
-        source: The function.
-        examples: By argument, in the function's order.
-        function: Takes the arguments by name.
-    """
+    """A function with an example of each argument; its text is run."""
 
     def __init__(self, source: Source, examples: Mapping[str, Example]) -> None:
         self.source, self.examples = source, examples

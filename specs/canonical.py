@@ -24,8 +24,6 @@ def canonical(header: Header) -> tuple[dict[str, Any], Layout | None]:
 
     They are the fields that differ; nothing and None where the header's are canonical.
 
-    They are the fields that differ; nothing and None where the header's are canonical.
-
     Raises:
         ValueError: No view or packing makes the one of the other; names the tensor.
     """
@@ -71,19 +69,13 @@ def canonical(header: Header) -> tuple[dict[str, Any], Layout | None]:
 
 
 def readable(header: Header) -> bool:
-    """Tell whether A and B are inputs of two dims or more.
-
-    `faults` says it of the others.
-
-    `faults` says it of the others.
-    """
+    """Tell whether A and B are inputs of two dims or more."""
     names = [x for gemm in header.gemm for x in gemm.split()]
     shapes = [header.inputs[x].shape.cases.get("", ()) for x in names if x in header.inputs]
     return len(shapes) == len(names) and all(len(shape) > 1 for shape in shapes)
 
 
 def _operand(product: Gemm, names: tuple[str, ...]) -> tuple[Shape, Place]:
-    """A or B."""
     (m, n, k), first = product.dims, names == product.first
     own, at = (m, product.at) if first else (n, product.to)
     found = list[Part]()
@@ -246,12 +238,7 @@ def _unread(product: Gemm, name: str) -> ValueError:
 
 
 def _reduced(product: Gemm, output: Output, shape: Shape) -> bool:
-    """Tell whether an output is a reduction to 16 bits.
-
-    What an index gathers may have them.
-
-    What an index gathers may have them.
-    """
+    """Tell whether an output is a reduction to 16 bits."""
     m, n, _ = product.dims
     gathers = any(
         x.dtype in ("int32", "int64")

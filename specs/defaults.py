@@ -28,10 +28,6 @@ def completed(header: Header, source: str) -> dict[str, Any]:
     - `check_shapes`: one row, and ragged ones; `bench_shapes`: 4096 and 8192 of each
       dim, but 2 of leading ones.
     - `summary`: the first line of the reference's docstring, or else the formula it returns.
-
-    Args:
-        header: What was given.
-        source: The reference block.
     """
     given = {name: getattr(header, name) for name in Header.model_fields}
     tensors = [*header.inputs.values(), *header.outputs.values()]

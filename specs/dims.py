@@ -36,14 +36,10 @@ class Dims:
     """The dims of a function's inputs, named by a trace.
 
     Args:
-        called: The function.
         shapes: Each input's shape in numbers, of which the trace was made.
         sizes: The example's size of each dim that has a name already.
-        trace: What its run told.
-        first, second: The operands of the product.
 
     Attributes:
-        example: As `shapes`.
         letters: The dim of each symbol of the trace.
         multiples: Multiples of one dim, where weights side by side have several sizes.
         shapes: Each input's shape in dims.
@@ -52,9 +48,6 @@ class Dims:
         open: The dims that an extent may be which no operation ties to another.
         fixed: The size of each dim that the function holds as a number.
         rows, columns, inner: Dims of the product.
-
-    Raises:
-        SpecError: no kernel has such dims.
     """
 
     def __init__(
@@ -123,10 +116,6 @@ class Dims:
     def matched(self, tried: Sequence[Mapping[str, int]], found: Sequence[int]) -> Entry:
         """Read extents at some sizes as a dim, or a number.
 
-        A dim may be in parts or multiples.
-
-        A dim may be in parts or multiples.
-
         Raises:
             SpecError: they are nothing of that kind.
         """
@@ -174,7 +163,6 @@ class Dims:
                     self.fixed[self._letter(s, inners.get(s, "N"))] = size
 
     def _rows(self, trace: Trace, first: str, inners: Mapping[Any, str]) -> list[Any]:
-        """Name the symbols of rows."""
         rows = [s for s in trace.shapes[first] if s not in inners and not _numeric(s)]
         if not rows:
             hint = "give it more, such as 4096: the kernel takes any number of them"
@@ -185,7 +173,6 @@ class Dims:
         return rows
 
     def _columns(self, columns: Mapping[Any, int], second: Sequence[str]) -> list[str]:
-        """Name the dims of columns."""
         if not columns:
             hint = "use torch.mv, or pad it with rows to 16"
             raise SpecError(f"{second[0]} has one row, so the product has one column", hint=hint)
@@ -242,8 +229,6 @@ def find_units(dims: Dims) -> None:
 
     It finds, too, which dim an extent is that no operation ties to another.
 
-    It finds, too, which dim an extent is that no operation ties to another.
-
     Raises:
         Exception: what the function raises at all sizes that are tried.
     """
@@ -281,14 +266,7 @@ def find_units(dims: Dims) -> None:
 
 
 def check_sizes(dims: Dims) -> None:
-    """Refuse an example that no GPU holds, or no kernel takes.
-
-    Raises:
-        SpecError: it is one.
-
-    Raises:
-        SpecError: it is one.
-    """
+    """Refuse an example that no GPU holds, or no kernel takes."""
     elements = sum(map(math.prod, dims.example.values()))
     if 2 * elements > _MEMORY:
         message = f"the example's tensors take {2 * elements / 1e9:,.0f} GB"

@@ -37,9 +37,7 @@ def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
     """The text of a spec for the function.
 
     Args:
-        source: The function.
         examples: By argument, in the function's order; what is left out stays at its default.
-        name: Of the spec.
 
     Raises:
         SpecError: The function cannot be run on these, multiplies nothing, does something beside
@@ -136,7 +134,6 @@ class _Draft:
         draw: str,
         lines: Sequence[str],
     ) -> str:
-        """Write the front matter."""
         first, second = product
         given = {x: example.dtype for x, example in self.examples.items()}
         eight = given[first[0]] != "T"
@@ -162,7 +159,6 @@ class _Draft:
         return front
 
     def _traced(self) -> Trace:
-        """Trace the function at the example's sizes."""
         alike: dict[str, list[tuple[str, int]]] = {}
         for name, example in self.examples.items():
             for i, axis in enumerate(example.axes):
@@ -196,12 +192,7 @@ class _Draft:
 
 
 def _cut(dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
-    """Find the outputs; if need be of columns that three divides.
-
-    `chunk(3)` cuts them so.
-
-    `chunk(3)` cuts them so.
-    """
+    """Find the outputs; if need be of columns that three divides."""
     try:
         return _outputs(dims)
     except SpecError as fault:

@@ -59,11 +59,7 @@ def forbidden() -> Iterator[None]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Let nothing within replace a function or a setting of torch.
-
-    Raises:
-        SpecError: something was; says what.
-    """
+    """Let nothing within replace a function or a setting of torch."""
     before = _shared()
     yield
     after = _shared()

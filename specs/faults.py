@@ -1,11 +1,4 @@
-"""What is wrong with a spec, as its text alone tells.
-
-Declarations that contradict each other or the reference's signature, and what no kernel takes or
-gives.
-
-Declarations that contradict each other or the reference's signature, and what no kernel takes or
-gives.
-"""
+"""What is wrong with a spec, as its text alone tells."""
 
 from __future__ import annotations
 
@@ -23,12 +16,7 @@ from coda_agent.specs.layout import factors, parts, shown
 
 
 def declared_faults(spec: Header) -> Iterator[str]:
-    """Say what is wrong with declarations by themselves, lazily.
-
-    So later checks may trust earlier ones.
-
-    So later checks may trust earlier ones.
-    """
+    """Yield what is wrong with declarations alone; later ones trust earlier ones."""
     names = [*spec.inputs, *spec.outputs, *spec.parameters]
     values = itertools.chain(*spec.parameters.values())
     for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
@@ -121,7 +109,6 @@ def _tensor_faults(spec: Header, name: str, tensor: Output) -> Iterator[str]:
 
 
 def _kernel_faults(spec: Spec) -> Iterator[str]:
-    """Element types that no kernel takes or gives."""
     first, _ = spec.gemm
     for symbol, choices in spec.types.items():
         if symbol != spec.inputs[first].dtype and (len(choices) > 1 or len(spec.types) > 1):

@@ -222,8 +222,6 @@ class Spec(Header):
     """A loaded spec in canonical form: `gemm` names A and B.
 
     They are (M, K) and (N, K), and the accumulator is `A @ B.T`.
-
-    They are (M, K) and (N, K), and the accumulator is `A @ B.T`.
     """
 
     declared: Header
@@ -252,12 +250,7 @@ class Spec(Header):
 
     @property
     def turned(self) -> str:
-        """Those of A and B that callers have as transposes.
-
-        "", "A", "B" or "AB"; they are transposes of contiguous matrices.
-
-        "", "A", "B" or "AB"; they are transposes of contiguous matrices.
-        """
+        """Those of A and B that callers have transposed, such as "AB"."""
         return self.layout.turned if self.layout else ""
 
     @property
@@ -275,12 +268,7 @@ class Spec(Header):
         return [dict.fromkeys(self.types, choice) for choice in choices]
 
     def steps(self) -> tuple[int, int]:
-        """Find what N and K are multiples of in every kernel.
-
-        There is one in each type and variant.
-
-        There is one in each type and variant.
-        """
+        """Find what N and K are multiples of in every kernel."""
         m, n, _ = self.gemm_dims
         halves = {self.symbolic_shape(o, x) for o in self.outputs for x in self.bindings()}
         found = [
@@ -294,12 +282,7 @@ class Spec(Header):
         return max(n for n, _ in found), max(k for _, k in found)
 
     def bindings(self) -> list[dict[str, str]]:
-        """List every choice of the static parameters, the default first.
-
-        It is `[{}]` when there are none.
-
-        It is `[{}]` when there are none.
-        """
+        """List every choice of the static parameters, the default first."""
         values = itertools.product(*self.parameters.values())
         return [dict(zip(self.parameters, choice, strict=True)) for choice in values]
 
@@ -330,22 +313,14 @@ class Spec(Header):
     def symbolic_shape(
         self, tensor: str, binding: Mapping[str, str] | None = None
     ) -> tuple[int | str, ...]:
-        """Shape of an input or output in dims, such as ("M", "N/2").
-
-        Raises:
-            SpecError: No such tensor, or an unknown binding.
-        """
+        """Give a tensor's shape in dims, such as ("M", "N/2")."""
         shape = self._tensor(tensor).shape
         return shape.cases[self.bind(binding)[shape.parameter] if shape.parameter else ""]
 
     def shape_of(
         self, tensor: str, sizes: Mapping[str, int], binding: Mapping[str, str] | None = None
     ) -> tuple[int, ...]:
-        """Shape of an input or output at `sizes`; `()` for a scalar.
-
-        Raises:
-            SpecError: No such tensor, bad sizes, or an unknown binding.
-        """
+        """Give a tensor's shape at `sizes`; `()` for a scalar."""
         self.check_sizes(sizes)
         known = {**self.layout.sizes(sizes), **sizes} if self.layout else sizes
         return tuple(extent(entry, known) for entry in self.symbolic_shape(tensor, binding))

@@ -20,14 +20,11 @@ class Front(NamedTuple):
     """All of a front matter but the shapes.
 
     Attributes:
-        name: Of the spec.
         summary: One line, or "" for the default.
         types: Choices of T; none where tensors have types of their own.
         units: What each dim is a multiple of.
         gemm: The inputs that are A, and those that are B.
         pairs: Lines that say which columns of the product go together.
-        inputs: By name.
-        outputs: By name.
     """
 
     name: str

@@ -119,9 +119,6 @@ class Gemm:
 
         Then pairs are of one column of each. Two outputs that together have all columns are rather
         the two products.
-
-        Then pairs are of one column of each. Two outputs that together have all columns are rather
-        the two products.
         """
         if self.along_k or len(self.columns) != 2 or self.columns[0] != self.columns[1]:
             return False

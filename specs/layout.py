@@ -61,7 +61,6 @@ class Part:
     """A declared tensor.
 
     Attributes:
-        name: Its name.
         shape: As declared, by the value of `parameter`; by "" where it depends on none.
         axes: What of it each canonical axis holds, by the same values.
         parameter: The static parameter that its shape depends on, if any.
@@ -103,9 +102,7 @@ class Place:
     """What a canonical tensor is made of.
 
     Attributes:
-        name: Of the canonical tensor.
         parts: What lies side by side along `axis`.
-        axis: Of the canonical tensor.
         shares: What each part has of the axis, in proportion; empty where sizes alone tell.
         halves: Whether entries 2j and 2j + 1 along the axis are entries j and j + n/2 of the parts.
         dtype: The declared type of an output that is computed in float32, or of a tensor of one
@@ -125,8 +122,6 @@ class Place:
         self, tensor: Any, sizes: Mapping[str, int], binding: Mapping[str, str], **number: Any
     ) -> dict[str, Any]:
         """Take a canonical tensor apart into the declared ones.
-
-        Of a number they have the dtype and the device `number`.
 
         Of a number they have the dtype and the device `number`.
         """
@@ -174,8 +169,6 @@ def ordered(value: torch.Tensor, order: Sequence[int], *, back: bool = False) ->
     """View the last dimensions in an `order`, or `back` from it.
 
     It is as a `Part`'s. A call on fewer dimensions of rows lacks the first ones.
-
-    It is as a `Part`'s. A call on fewer dimensions of rows lacks the first ones.
     """
     if not order:
         return value
@@ -213,7 +206,6 @@ class Layout:
         inner: Declared entries whose sum is K.
         multiples: What each declared dim is a multiple of.
         known: Declared sizes that stand for their canonical ones, the first one first.
-        inputs, outputs: In canonical order.
     """
 
     gemm: tuple[str, str]
@@ -292,12 +284,7 @@ class Layout:
         *,
         number: torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """Make declared inputs of canonical ones.
-
-        Tensors of one number have dtype `number`, by default their own.
-
-        Tensors of one number have dtype `number`, by default their own.
-        """
+        """Make declared inputs of canonical ones; numbers' dtype is `number`, or own."""
         import torch
 
         sizes, found = self._sizes_of(inputs), dict[str, Any]()

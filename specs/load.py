@@ -76,12 +76,7 @@ _Base: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class _Loader(_Base):
-    """YAML in which a repeated key is an error.
-
-    The default keeps the last one silently.
-
-    The default keeps the last one silently.
-    """
+    """YAML in which a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         for key, count in Counter(str(key.value) for key, _ in node.value).items():

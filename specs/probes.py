@@ -41,8 +41,6 @@ def scales(dims: Dims, first: Sequence[str], second: Sequence[str]) -> list[str]
     """Write a line of powers of two that scale the products.
 
     So scaled, a product of the sum does the same to the function as the first one alone.
-
-    So scaled, a product of the sum does the same to the function as the first one alone.
     """
     inputs = dims.called.inputs(dims.extents(dims.distinct()), TYPES[0])
     sums = [
@@ -92,8 +90,6 @@ def _halved(dims: Dims, o: str, axis: int, weight: str, *, alone: bool) -> bool:
     """Tell whether a half-width output's first column needs columns 0 and N/2.
 
     Or, where another one has the other half, that it is not computed like that.
-
-    Or, where another one has the other half, that it is not computed like that.
     """
     sizes, column = dims.distinct(), dims.columns[0]
     middle = extent(f"{column}/2", sizes)
@@ -121,8 +117,6 @@ def _halved(dims: Dims, o: str, axis: int, weight: str, *, alone: bool) -> bool:
 
 def _unlike(dims: Dims, second: Sequence[str], outputs: Sequence[str]) -> bool:
     """Tell whether two outputs, of one weight each, are not computed alike.
-
-    With weights exchanged, and vectors the same, they are not exchanged.
 
     With weights exchanged, and vectors the same, they are not exchanged.
     """

@@ -27,8 +27,6 @@ def storage(tensor: torch.Tensor) -> int:
     """Find the address of a tensor's memory, which views share.
 
     Within `torch.func` a tensor wraps the one that has the memory.
-
-    Within `torch.func` a tensor wraps the one that has the memory.
     """
     from torch.func import debug_unwrap
 
@@ -159,8 +157,6 @@ def _code(spec: Spec) -> tuple[str, str]:
     """Give the block and its file's name.
 
     Blank lines put it on its own lines of the Markdown file, for tracebacks.
-
-    Blank lines put it on its own lines of the Markdown file, for tracebacks.
     """
     return "\n" * (spec.reference_line - 1) + spec.reference_source, str(spec.path)
 
@@ -215,9 +211,6 @@ def run_reference(
     what the reference means.
 
     Args:
-        spec: The spec.
-        inputs: What `draw_inputs` gives.
-        binding: The static parameters.
         exact: Whether nothing else is rounded to the spec's element types.
         baseline: Run what a user would run instead, where the spec has such a function.
         wide: Another type than float64 for an exact run.
@@ -283,9 +276,6 @@ def _described(value: object) -> str:
 
 def narrow(spec: Spec, dtype: torch.dtype) -> bool:
     """Tell whether a cast to `dtype` that is computed on means rounding.
-
-    It does to 8 bits, or to 16 in a type that the spec does not declare. To its own 16-bit types
-    PyTorch's plain path rounds between any two operations, which is noise.
 
     It does to 8 bits, or to 16 in a type that the spec does not declare. To its own 16-bit types
     PyTorch's plain path rounds between any two operations, which is noise.
@@ -370,9 +360,6 @@ def _widened(
 
 def _by_default(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype) -> Any:
     """Call as if `wide` were the default floating type.
-
-    Torch has one for all threads: that of new tensors, and of what integers and numbers make
-    together.
 
     Torch has one for all threads: that of new tensors, and of what integers and numbers make
     together.

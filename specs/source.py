@@ -67,12 +67,10 @@ class Source:
     """A function as a reference block.
 
     Attributes:
-        name: What it was called.
         where: What messages call the place it is from.
         block: The text, in which it is called `reference`.
         lines: For each line of the block the line it comes from, or 0.
         returned: Names of what it returns, where it returns names.
-        summary: The first line of its docstring, or "".
     """
 
     name: str
@@ -121,7 +119,6 @@ def extracted(text: str, where: str, function: str | None = None) -> Source:
 
     Args:
         text: Python; indented as a whole, or between Markdown fences, too.
-        where: What messages call the text.
 
     Raises:
         SpecError: no Python, no such function, or one that does not stand alone.

@@ -36,7 +36,6 @@ class Operand:
 
     Attributes:
         inputs: What it is made of; of a product too, where "" is among them.
-        shape: Its extents.
         joined: The inputs that lie side by side in it along its last dimension, if any do.
     """
 
@@ -72,8 +71,6 @@ def folded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     """Give `func` with leading dims flattened, if it multiplies by a matrix.
 
     torch 2.11's own asks for the number of elements, which symbolic sizes do not have.
-
-    torch 2.11's own asks for the number of elements, which symbolic sizes do not have.
     """
     if getattr(func, "__name__", "") not in ("linear", "matmul", "__matmul__") or len(args) < 2:
         return func
@@ -94,9 +91,7 @@ def traced(
     """Run `function` on tensors without values, whose extents are symbols.
 
     Args:
-        function: Takes the inputs by name.
         shapes: An example of each input's shape.
-        dtypes: Of each input.
         alike: Axes (input, place) that are one dim, by its letter.
 
     Raises:
@@ -164,11 +159,7 @@ def _modes(seen: _Seen) -> tuple[Any, Any]:
 
 
 class _Seen:
-    """What calls of ATen make of a function's inputs.
-
-    Attributes:
-        products: The operands of each matrix product, in order.
-    """
+    """What calls of ATen make of a function's inputs."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self.products: list[tuple[Operand, Operand]] = []
@@ -180,11 +171,7 @@ class _Seen:
             self._note(tensor, frozenset({name}))
 
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Call what a kernel may hold, and note its results' origins.
-
-        Raises:
-            SpecError: it cannot; says why.
-        """
+        """Call what a kernel may hold, and note its results' origins."""
         from torch._decomp import decomposition_table
 
         name = func.overloadpacket.__name__
@@ -226,14 +213,7 @@ class _Seen:
 
 
 def _check_call(func: Any, name: str, args: Any) -> None:
-    """Refuse a call of ATen that has no counterpart in a kernel.
-
-    Raises:
-        SpecError: it is one.
-
-    Raises:
-        SpecError: it is one.
-    """
+    """Refuse a call of ATen that has no counterpart in a kernel."""
     import torch
 
     # The leaky ReLU with a random slope draws only in training.
@@ -252,10 +232,6 @@ def _check_call(func: Any, name: str, args: Any) -> None:
 
 def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
     """Find the inputs that are A, and those that are B.
-
-    Several of one lie side by side.
-
-    Several of one lie side by side.
 
     Raises:
         SpecError: `function` multiplies nothing, or more than one product.
@@ -283,11 +259,7 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
 def _pair(
     trace: Trace, function: str, left: Operand, right: Operand, used: set[str]
 ) -> tuple[str, str]:
-    """Find the inputs of a product; `used` are those of products before.
-
-    Raises:
-        SpecError: it multiplies something else.
-    """
+    """Find the inputs of a product; `used` are those of products before."""
 
     def of(side: Operand, inner: Any) -> str:
         held = [
