@@ -35,7 +35,7 @@ class SwiGLU(FusedSwiGLU):
         """That of `FusedSwiGLU`."""
 
     def forward(self, x: Tensor) -> Any:
-        """x (…, d) to (…, d)."""
+        """Compute (…, d) of x (…, d)."""
         if isinstance(self.w13, DTensor):
             return super().forward(x)
         _, out = gemm_swiglu(x, self.w13.flatten(0, 1))
@@ -44,5 +44,5 @@ class SwiGLU(FusedSwiGLU):
 
 @override(target=FeedForward.Config, exact=True, description="SwiGLU in the product's epilogue.")
 def swiglu(config: Any) -> Any:
-    """The replacement of a `FeedForward.Config`; a subclass of it computes something else."""
+    """Replace a `FeedForward.Config`; a subclass of it computes something else."""
     return derive(fused_swiglu(config), SwiGLU.Config)

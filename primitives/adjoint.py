@@ -39,7 +39,7 @@ def recorded(op: str, *args: Any) -> Any:
 
 
 def dependents(graph: Graph, leaves: Iterable[int]) -> set[int]:
-    """The nodes that vary with one of `leaves`, themselves included."""
+    """Find the nodes that vary with one of `leaves`, themselves included."""
     found = {*leaves}
     for i, node in enumerate(graph.nodes):
         if node.op not in PLACED and found & {*node.args}:

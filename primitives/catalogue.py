@@ -48,12 +48,12 @@ class Entry:
 
 
 def vocabulary_names() -> list[str]:
-    """What a program can be written with."""
+    """List what a program can be written with."""
     return [name for name in vocabulary.__all__ if name != "Program"]
 
 
 def entries() -> list[Entry]:
-    """Every name of the vocabulary, loads and stores first."""
+    """List every name of the vocabulary, loads and stores first."""
     found = [_entry(name, getattr(vocabulary, name)) for name in vocabulary_names()]
     return sorted(found, key=lambda e: (KINDS.index(e.kind), e.name))
 

@@ -70,7 +70,7 @@ def derivative(fn: Callable[..., Any], *args: Any, wrt: int = 0) -> Any:
 
 
 def _slope(result: Value, symbol: Value) -> Operand:
-    """d result / d symbol, both of one graph."""
+    """Derive d result / d symbol, both of one graph."""
     graph = result.graph
     slopes: list[Operand] = []
     for i in range(result.index + 1):

@@ -46,7 +46,7 @@ class TextError(ProgramError):
 
     @classmethod
     def of(cls, faults: Sequence[Fault]) -> Self:
-        """The error of some faults."""
+        """Make the error of some faults."""
         first = faults[0]
         error = cls(f"line {first.line}: {first.message}", hint=first.hint)
         error.faults = faults

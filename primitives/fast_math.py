@@ -10,7 +10,7 @@ from typing import Any
 
 
 def imported(module: str, name: str, **options: Any) -> Callable[..., Any]:
-    """A function of `module`, which is imported when a kernel is traced."""
+    """Find a function of `module`, imported when a kernel is traced."""
     return lambda *args: getattr(import_module(module), name)(*args, **options)
 
 
@@ -69,7 +69,7 @@ def _chosen(condition: Any, x: Any, y: Any) -> Any:
 
 
 def comparison(predicate: str) -> Callable[..., Any]:
-    """1 where a predicate of LLVM's holds of two values, else 0."""
+    """Give 1 where a predicate of LLVM's holds, else 0."""
     return lambda x, y: _chosen(_compared(predicate, x, y), 1.0, 0.0)
 
 
@@ -79,7 +79,7 @@ def step_function(x: Any) -> Any:
 
 
 def select(condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition is not 0, else y."""
+    """Take x where the condition is not 0, else y."""
     return _chosen(_compared("UNE", condition, 0.0), x, y)
 
 
@@ -130,7 +130,7 @@ def exponential_less_one(x: Any) -> Any:
 
 
 def fused(x: Any, y: Any, z: Any) -> Any:
-    """x · y + z in one FFMA."""
+    """Compute x · y + z in one FFMA."""
     from cutlass import Float32, cute
 
     x, y, z = Float32(x), Float32(y), Float32(z)
@@ -159,7 +159,7 @@ def assembly(code: str, arity: int = 1) -> Callable[..., Any]:
 
 
 def nearest(x: Any) -> Any:
-    """The nearest integer, for |x| < 2²²."""
+    """Round to the nearest integer, for |x| < 2²²."""
     # Adding 1.5·2²³ leaves no bit for the fraction, on the FMA pipe; FRND shares MUFU's. As an fma,
     # because quack reports that SM100's loop vectoriser crashes on values added twice.
     return fused(x, 1.0, 12582912.0) - 12582912.0

@@ -151,7 +151,7 @@ def compiled(raw: torch.Tensor, combine: str, capability: int) -> Any:
 
 
 def prepared(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> tuple[Any, tuple[Any, ...]]:
-    """The grid of `_fold`, and its arguments after the tensors."""
+    """Find the grid of `_fold`, and its arguments after the tensors."""
     layouts = [(*t.shape, *t.stride()) for t in raws]
     across = []
     for _, folded, _, stride in layouts:

@@ -166,7 +166,7 @@ class Gradient:
     def shapes(
         self, size: tuple[int, int], tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[int, ...]]:
-        """Those of the results of a call; they may be symbols."""
+        """Give the shapes of a call's results, which may be symbols."""
         return [
             tuple(tensors[x].shape) if _own_size(self._kind(x)) else self._kind(x).extents(*size)
             for x in self.wanted
@@ -244,7 +244,7 @@ def keeping(program: Program, given: Sequence[str], stored: Sequence[str]) -> Pr
 
 
 def gradient_of(o: str) -> str:
-    """The name of an output's gradient, which nothing in a program has."""
+    """Name an output's gradient, as nothing in a program is called."""
     return f"gradient of {o}"
 
 
@@ -266,7 +266,7 @@ def _under(
 
 
 def _seed(graph: Graph, program: Program, o: str, values: Sequence[Operand]) -> tuple[int, Value]:
-    """The node whose gradient an output's gradient is, and that gradient."""
+    """Find the node whose gradient an output's is, and that gradient."""
     node, kind = program.graph.outputs[o], program.outputs[o]
     if extremum(kind):
         raise ProgramError(

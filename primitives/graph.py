@@ -40,7 +40,7 @@ class Shape(Enum):
 
 
 def join(shapes: list[Shape], op: str) -> Shape:
-    """The broadcast shape of `shapes`.
+    """Join `shapes` as broadcasting does.
 
     Raises:
         ProgramError: a full-width value meets a half-width one, or an index, a gathered or a
@@ -130,7 +130,7 @@ class Graph:
         return values
 
     def prune(self) -> Graph:
-        """The same graph without nodes no output depends on."""
+        """Leave out nodes that no output depends on."""
         live: set[int] = set(self.outputs.values())
         for i in reversed(range(len(self.nodes))):
             if i in live:

@@ -28,7 +28,7 @@ _arch: Any = cute.arch
 
 
 def which_of(op: str) -> str:
-    """The statistic of an operation: "sum", "max", "min" or `ROTATED`."""
+    """Name an operation's statistic: "sum", "max", "min" or `ROTATED`."""
     return op.split()[0].removeprefix("group_")
 
 
@@ -37,14 +37,14 @@ _FOLDS = {"sum": operator.add, "max": binary("maximumf"), "min": binary("minimum
 
 
 def exchanged(which: str, value: Any, lanes: int) -> Any:
-    """A statistic of what `lanes` adjacent lanes hold, in each of them."""
+    """Combine what `lanes` adjacent lanes hold, in each of them."""
     if lanes == 1:
         return value
     return _arch.warp_reduction(value, _FOLDS[which], threads_in_group=lanes)
 
 
 def parts(which: str, values: list[Any]) -> Any:
-    """A statistic of some elements or pairs of a thread."""
+    """Combine some elements or pairs of a thread."""
     lanes = [Float32(x) for v in values for x in (v if isinstance(v, tuple) else (v,))]
     return functools.reduce(_FOLDS[which], lanes)
 
@@ -140,7 +140,7 @@ class _Values:
         return value if late else self.apply("neg", value)
 
     def tiles(self, coord: Any, acc: Any, paired: int) -> dict[str, Any]:
-        """Statistics at a subtile's elements, which are pairs where `paired` is 2."""
+        """Give statistics at a subtile's elements, pairs where `paired` is 2."""
         tiles, held = {}, dict[Any, Any]()
         for node in self.groups:
             tile = cute.make_rmem_tensor(acc.layout.shape, Float32)

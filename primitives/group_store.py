@@ -74,7 +74,7 @@ class GroupStore(EpiOp):
         return make_fake_tensor(dtype, shape, leading_dim=rank - 1, divisibility=1)
 
     def host_validate(self, value: Any, **context: Any) -> None:
-        """Nothing: `allocate` made the tensor."""
+        """Check nothing: `allocate` made the tensor."""
 
     def param_fields(self) -> list[tuple[str, type, None]]:
         return [(self.name, object, None)]

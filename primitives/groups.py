@@ -98,7 +98,7 @@ def _named(which: str) -> str:
 
 
 def folded(which: str, x: Any, width: int) -> Any:
-    """The meaning in torch."""
+    """Compute the meaning in torch."""
     import torch
 
     groups = x.unflatten(-1, (-1, width))

@@ -68,13 +68,13 @@ class Roofline(NamedTuple):
 
 
 def roofline(facts: Inspection, ceiling: Ceiling) -> Roofline:
-    """The time below which a program cannot come at its size."""
+    """Find the time below which a program cannot come at its size."""
     moved = facts.bytes_moved - min(facts.bytes_written, ceiling.l2_bytes)
     return Roofline(1e6 * facts.gemm_flops / ceiling.flops_s, 1e6 * moved / ceiling.bytes_s)
 
 
 def degrees(graph: Graph) -> list[Degree]:
-    """The degree of every node in the accumulator."""
+    """Find the degree of every node in the accumulator."""
     out: list[Degree] = []
     for n in graph.nodes:
         if n.args:
@@ -161,7 +161,7 @@ def inspect_program(
 
 
 def describe(graph: Graph) -> str:
-    """The graph as text, one node a line."""
+    """Write the graph as text, one node a line."""
     lines = []
     for i, n in enumerate(graph.nodes):
         inner = n.name or (f"{n.value:g}" if n.op == "const" else "")

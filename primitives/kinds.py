@@ -38,7 +38,7 @@ class Resource:
 
     @classmethod
     def extents(cls, m: int, n: int) -> tuple[int, ...]:
-        """Its shape at one size."""
+        """Give its shape at one size."""
         sizes = {"M": m, "N": n, "2*N": 2 * n}
         return tuple(sizes[d] if d in sizes else n // int(d[2:]) for d in cls.dims)
 
@@ -63,7 +63,7 @@ class Resource:
 
     @classmethod
     def flat(cls, value: Any, m: int) -> Any:
-        """A caller's tensor with one dimension of rows."""
+        """Give a caller's tensor one dimension of rows."""
         if cls.dims[:1] != ("M",):
             return value
         return value.reshape(m, *value.shape[value.ndim - len(cls.dims) + 1 :])
@@ -121,12 +121,12 @@ class Output(Resource):
 
     @classmethod
     def buffer(cls, m: int, n: int, config: TileConfig) -> tuple[int, ...]:
-        """Shape of its buffer as the kernel writes it."""
+        """Give the shape of its buffer as the kernel writes it."""
         return cls.extents(m, n)
 
     @classmethod
     def taken(cls, value: Any) -> Any:
-        """What it holds of a value (rows, columns)."""
+        """Take what it holds of a value (rows, columns)."""
         return value
 
     @classmethod

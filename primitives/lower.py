@@ -191,7 +191,7 @@ class Replay:
         return value
 
     def index_of(self, o: str) -> str:
-        """The operand that indexes gathered output `o`."""
+        """Find the operand that indexes gathered output `o`."""
         nodes = self.program.graph.nodes
         return nodes[nodes[self.program.graph.outputs[o]].args[1]].name
 

@@ -27,7 +27,7 @@ def fingerprint(*folders: str) -> str:
 
 
 def user_cache() -> Path:
-    """The folder of the user's cache that is this package's."""
+    """Find this package's folder of the user's cache."""
     # Not `Path.home()`, which raises where a container's user has no home.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "coda-agent"

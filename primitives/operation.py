@@ -35,7 +35,7 @@ def kept(*values: Edge) -> Edge:
 
 
 def unknown(*_: Edge) -> Edge:
-    """The edge of an operation that promises nothing."""
+    """Give the edge of an operation that promises nothing."""
     return Edge(False, False)
 
 
@@ -45,7 +45,7 @@ def additive(*values: Degree) -> Degree:
 
 
 def nonlinear(*values: Degree) -> Degree:
-    """The degree of any other function."""
+    """Give the degree of any other function."""
     return Degree.CONSTANT if max(values) is Degree.CONSTANT else Degree.NONLINEAR
 
 
@@ -141,7 +141,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _constant(fn: Callable[..., Any], values: tuple[float, ...]) -> float:
-    """An operation of numbers alone, in float64."""
+    """Compute an operation of numbers alone, in float64."""
     import torch
 
     return float(fn(*(torch.tensor(float(v), dtype=torch.float64) for v in values)))

@@ -121,7 +121,7 @@ def _sum(key: Any, weyl: int, word: Callable[[Any], Any]) -> Any:
 
 
 def philox(seed: float, offset: float, rows: int, columns: int, device: Any = None) -> Any:
-    """What `philox_uniform` gives for an (rows, columns) tile, in float64.
+    """Compute what `philox_uniform` gives for (rows, columns), in float64.
 
     The reference of a spec may call it.
     """

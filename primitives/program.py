@@ -91,7 +91,7 @@ class Program:
         return _sha(";".join([*(k.__name__ for k in self.operands.values()), *parts]))
 
     def without(self, outputs: Collection[str]) -> Program:
-        """The program that does not compute these outputs.
+        """Leave out the computation of these outputs.
 
         Raises:
             ProgramError: what is left does not read every operand, or the accumulator.
@@ -258,7 +258,7 @@ def finish(traced: Program, result: Any) -> Program:
 
 
 def _parameters(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's parameters: kinds, also where they are texts."""
+    """Read a function's annotations: kinds, also where they are texts."""
     kinds = dict[str, Any]()
     for p in inspect.signature(fn).parameters.values():
         kind: Any = p.annotation

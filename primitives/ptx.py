@@ -99,7 +99,7 @@ def _brought(name: str) -> Op:
 
 
 def _parsed(code: str, arity: int) -> tuple[list[Statement], dict[str, str]]:
-    """The instructions of `code`, and the type of each register.
+    """Parse `code` into instructions and the type of each register.
 
     Raises:
         ProgramError: a statement is not one of an instruction on the list and known registers of
@@ -162,7 +162,7 @@ def _statement(text: str, registers: Mapping[str, str]) -> Statement:
 
 
 def _suits(declared: str, type: str) -> bool:
-    """Whether ptxas takes a register for an operand of that type."""
+    """Tell whether ptxas takes a register for an operand of that type."""
     kinds = {declared, type}
     return len(kinds) == 1 or kinds == {"u32", "s32"} or ("b32" in kinds and "pred" not in kinds)
 
@@ -194,7 +194,7 @@ def _check_set(statements: Sequence[Statement], registers: Mapping[str, str]) ->
 def _computed(
     meaning: str, statements: Sequence[Statement], registers: Mapping[str, str]
 ) -> Callable[..., Any]:
-    """Of float32 the instructions, of float64 what they mean."""
+    """Make a call: of float32 the instructions, of float64 their meaning."""
 
     def call(*args: Any) -> Any:
         import torch

@@ -54,7 +54,7 @@ class Statement:
 
 @lru_cache(maxsize=256)
 def form(name: str) -> Form | None:
-    """The instruction `name`, None where it is not listed."""
+    """Find the instruction `name`, if it is listed."""
     mnemonic, *rest = words = tuple(name.split("."))
     for mnemonics, modifiers, types, evaluate in _FORMS:
         if mnemonic in mnemonics.split() and re.fullmatch(
@@ -80,7 +80,7 @@ def _pattern(modifiers: str) -> str:
 def run(
     statements: Sequence[Statement], registers: Mapping[str, str], *args: torch.Tensor
 ) -> torch.Tensor:
-    """What `$0` holds in the end.
+    """Compute what `$0` holds in the end.
 
     Args:
         statements: In order; each reads only what is set before it.
@@ -126,12 +126,12 @@ def _number(text: str, device: torch.device) -> torch.Tensor:
 
 
 def _flushed(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
-    """With .ftz subnormal numbers are 0 of their sign."""
+    """Flush subnormal numbers with .ftz, to 0 of their sign."""
     return x.where(x.abs() >= _SMALLEST_NORMAL, x * 0.0) if "ftz" in words else x
 
 
 def _finished(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
-    """A float32 result saturated and flushed as the modifiers say, NaN canonical."""
+    """Saturate and flush a float32 result; make NaN canonical."""
     import torch
 
     if "sat" in words:
@@ -141,7 +141,7 @@ def _finished(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
 
 
 def _narrowed(words: Sequence[str], exact: torch.Tensor) -> torch.Tensor:
-    """float64 rounded to float32 as the modifier says, to nearest without one."""
+    """Round float64 to float32 as the modifier says, else to nearest."""
     import torch
 
     x = exact.float()
@@ -257,7 +257,7 @@ def _to_whole(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
 
 
 def _to_integer(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
-    """The nearest that the type holds; of NaN 0."""
+    """Convert to the nearest that the type holds; NaN to 0."""
     low, high = (0, 2**32 - 1) if words[-2] == "u32" else (-(2**31), 2**31 - 1)
     return _whole(words, x).double().nan_to_num(0.0).clamp(low, high).long()
 

@@ -37,7 +37,7 @@ class Reduction(Output):
 
     @classmethod
     def identity(cls) -> float:
-        """What it gives of nothing."""
+        """Give what it gives of nothing."""
         return {"add": 0.0, "min": math.inf}.get(cls.combine, -math.inf)
 
     @classmethod
@@ -91,7 +91,7 @@ class Reduction(Output):
 
     @classmethod
     def way(cls, folded: int, block: int) -> tuple[str, float, float]:
-        """How `fold.py` finalises partials of blocks of `block` out of `folded` elements."""
+        """Say how `fold.py` finalises partials of `folded` elements."""
         return cls.combine, block / folded if cls.mean else 1.0, 0.0
 
     @classmethod

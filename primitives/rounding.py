@@ -64,7 +64,7 @@ def stochastic(x: Any, u: Any, dtype: Any) -> Any:
 
 
 def _through(half: str) -> Any:
-    """The conversion to a 16-bit type and back."""
+    """Convert to a 16-bit type and back."""
     return assembly(f".reg .b16 h; cvt.rn.{half}.f32 h, $1; cvt.f32.{half} $0, h;")
 
 

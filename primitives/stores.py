@@ -36,7 +36,7 @@ class HalfStore(TileStore):
         super().__init__(name, gated=True)
 
     def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
-        """quack's set-up without its assertion on the element width."""
+        """Do quack's set-up without its assertion on the element width."""
         unchecked = copy.copy(self)
         unchecked.gated = gemm.arch != 90
         return TileStore.to_params(unchecked, gemm, args)
@@ -88,7 +88,7 @@ class RowSelect(ColVecSelect):
                     out[row] = Float32(0.0).to(out.element_type)
 
     def host_validate(self, value: Any, **context: Any) -> None:
-        """Nothing: `allocate` made the vector."""
+        """Check nothing: `allocate` made the vector."""
 
     @cute.jit
     def _select_packed16(self, frag_g, gVec, si, row, idx1, offs, n_aliased):

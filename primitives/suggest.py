@@ -15,7 +15,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:
-    """`did_you_mean`, or else all that is known."""
+    """Ask `did_you_mean`, or else list all that is known."""
     names = sorted(set(known))
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     listed = f"known: {', '.join(names[:12])}{more}" if names else ""

@@ -102,7 +102,7 @@ class TableLoad(EpiOp):
 
 
 def _opaque(x: Any) -> Any:
-    """The same Int32, of which the compiler knows nothing."""
+    """Hide an Int32 from what the compiler knows."""
     return Int32(
         llvm.inline_asm(
             Int32.mlir_type, [x.ir_value()], "mov.b32 $0, $1;", "=r,r",
@@ -118,7 +118,7 @@ def element(kind: Any, table: Any, row: Any, column: Any, size: Any) -> Any:
 
 
 def _inside(row: Any, column: Any, size: Any) -> list[Any]:
-    """A place, or past the edge the last row or column."""
+    """Clamp a place to the last row and column."""
     least: Any = cutlass.min  # pyright: ignore[reportPrivateImportUsage]
     return [least(Int32(x), Int32(n) - 1) for x, n in zip((row, column), size, strict=True)]
 

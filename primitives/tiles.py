@@ -154,7 +154,7 @@ def carries(program: Program, arch: str) -> bool:
 def offered(
     program: Program, shapes: Iterable[tuple[int, int, int]] = ()
 ) -> tuple[TileConfig, ...]:
-    """The SM90 configurations a program may be tuned over.
+    """List the SM90 configurations a program may be tuned over.
 
     Args:
         program: The program. Paired ones need tile_n divisible by 32 for their half-width stores.
@@ -178,6 +178,6 @@ def offered(
 
 
 def unfused_forms(program: Program) -> tuple[TileConfig, ...]:
-    """The unfused configurations of a program."""
+    """List the unfused configurations of a program."""
     reduces = any(not kind.over_rows for kind in program.reductions.values())
     return (*UNFUSED, UNFUSED_ROWS) if reduces else UNFUSED

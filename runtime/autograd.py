@@ -35,7 +35,7 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def differentiable(variant: Variant) -> list[str]:
-    """The outputs that can have a gradient: neither FP8 nor an extremum."""
+    """List the outputs that can have a gradient: not FP8, no extremum."""
     outputs = variant.function.program.outputs
     return [o for o in _wide(variant) if not extremum(outputs[o])]
 
@@ -86,7 +86,7 @@ def register(op: str, spec: Spec, variants: Variants) -> None:
 
 
 def _wide(variant: Variant) -> list[str]:
-    """The outputs that are not FP8."""
+    """List the outputs that are not FP8."""
     function = variant.function
     types = {o: function.dtypes.get(o) or function.types[0] for o in function.program.outputs}
     return [o for o, dtype in types.items() if "float8" not in dtype]
@@ -192,7 +192,7 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | Non
 
 @lru_cache(maxsize=1)
 def _operator() -> None:
-    """Registers `coda_agent::gradients`, of which a second derivative is refused."""
+    """Register `coda_agent::gradients`, of which a second derivative is refused."""
     import torch
 
     library = operators()

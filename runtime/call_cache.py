@@ -21,7 +21,7 @@ _NUMBERS = (float, int)
 
 
 def differentiated(values: Sequence[Any]) -> bool:
-    """Whether a call with such inputs is to be differentiated."""
+    """Tell whether a call with such inputs is to be differentiated."""
     import torch
 
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values)
@@ -93,7 +93,7 @@ class CallPlan:
         self._elsewhere = (lambda: torch.cuda.current_device() != index) if several else None
 
     def __call__(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """The outputs; what is added to in place is the caller's tensor."""
+        """Make the outputs; what is added to is the caller's tensor."""
         if self._elsewhere is not None and self._elsewhere():
             import torch
 
@@ -150,7 +150,7 @@ def launching(
 
 
 def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """As `itemgetter`, of one place and of none too."""
+    """Make an `itemgetter`, of one place and of none too."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple([values[i] for i in places])
@@ -208,7 +208,7 @@ class Calls(Generic[Call]):
         return len(self._known)
 
     def find(self, values: Sequence[Any], option: Hashable) -> Call | None:
-        """The call with such inputs, if a check finds it."""
+        """Find the call with such inputs, by a check."""
         tensors = self._tensors(values) if self._scalars else values
         try:
             key = option, len(tensors), values[self._a].shape, values[self._b].shape
@@ -223,7 +223,7 @@ class Calls(Generic[Call]):
         return None
 
     def recall(self, values: Sequence[Any], option: Hashable) -> Call | None:
-        """The call with inputs of their signature; `find` finds it next time."""
+        """Find the call by signature, and next time by a check."""
         parts = signature(values)
         call = None if parts is None else self._known.get((option, parts))
         if call is not None:
@@ -254,7 +254,7 @@ class Calls(Generic[Call]):
         self._checks[key] = [(suits, call, requires), *self._checks.get(key, ())][:_LAYOUTS]
 
     def _tensors(self, values: Sequence[Any]) -> Sequence[Any]:
-        """All inputs, or those beside the scalars where these are numbers."""
+        """Give all inputs, or those beside scalars that are numbers."""
         for i in self._scalars:
             if type(values[i]) not in _NUMBERS:
                 return values

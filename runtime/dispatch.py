@@ -117,7 +117,7 @@ class Features(NamedTuple):
 
 
 def features(config: TileConfig, shape: Shape, *, element_bytes: int, sms: int) -> Features:
-    """What `shape` is to `config`."""
+    """Find what `shape` is to `config`."""
     m, n, k = shape
     in_bytes = (m + n) * k * element_bytes
     steps = math.ceil(k * element_bytes / 128)
@@ -190,8 +190,7 @@ class Model:
     def ranked(
         self, shape: Shape, configs: Iterable[TileConfig] | None = None
     ) -> list[tuple[TileConfig, float]]:
-        """Configurations with their predicted microseconds, fastest first: those of `configs` that
-        the model knows, by default all."""
+        """Rank known configurations of `configs`, by default all, with predicted microseconds."""
         m, n, k = shape
         shape = max(m, 1), n, k  # no rows take as long as one
         known = self.costs if configs is None else [c for c in configs if c in self.costs]
@@ -240,7 +239,7 @@ class Model:
         return {}
 
     def _near(self, shape: Shape) -> list[tuple[int, float]]:
-        """Measured shapes that matter here, with the squares of their distances."""
+        """Find measured shapes that matter here, with their squared distances."""
         x, y, z = _place(shape)
         squares = [(x - u) ** 2 + (y - v) ** 2 + (z - w) ** 2 for u, v, w in self._places]
         return [(i, square) for i, square in enumerate(squares) if square < 8]

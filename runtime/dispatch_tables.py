@@ -190,5 +190,5 @@ def find(
 
 
 def width(dtype: str) -> int:
-    """Bytes of an element of A."""
+    """Give the bytes of an element of A."""
     return 1 if dtype.startswith("float8") else 2

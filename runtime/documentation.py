@@ -30,7 +30,7 @@ def documentation(spec: Spec, columns: Collection[str]) -> str:
 
 
 def _mathematics(spec: Spec) -> Iterator[str]:
-    """The formulas of the spec's prose, and the paragraph that follows them."""
+    """Give the formulas of the prose, and the paragraph behind them."""
     section = re.search(r"^## Mathematics\n(.*?)(?=^## |\Z)", spec.prose, re.S | re.M)
     for part in section[1].strip("\n").split("\n\n") if section else ():
         yield from ("", part)

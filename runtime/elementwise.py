@@ -171,7 +171,7 @@ class Elementwise:
     def _replayed(
         self, acc: list[Any], values: Mapping[str, Any], row: Any
     ) -> dict[str, list[Any]]:
-        """The outputs' values in this thread's columns of a row."""
+        """Compute the outputs' values in this thread's columns of a row."""
         graph, count = self.program.graph, COLUMNS // (2 if self.program.paired else 1)
         elements = []
         for e in range(count):
@@ -283,7 +283,7 @@ class _Row:
 
 
 def _lane(values: list[Any], e: int, count: int) -> Any:
-    """What `values` hold of element or pair `e` of `count`."""
+    """Take element or pair `e` of `count` out of `values`."""
     width = len(values) // count
     return values[e] if width == 1 else Pair(values[2 * e], values[2 * e + 1])
 
@@ -310,7 +310,7 @@ def _loaded(tensor: Any, row: Any, vector: Any, width: int) -> list[Any]:
 
 
 def _converted(values: Any, element: Any) -> Any:
-    """Values as a fragment of the type that a tensor stores."""
+    """Make values a fragment of the type that a tensor stores."""
     wide = _registers(len(values), 0.0)
     for j, value in enumerate(values):
         wide[j] = Float32(value)

@@ -37,7 +37,7 @@ def folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
 
 
 def total(combine: str, planes: list[list[Any]]) -> Any:
-    """The partial of a CTA, from those of its warps."""
+    """Fold the partials of a CTA's warps."""
     if combine == "add":
         return _tree(planes[0], lambda x, y: x + y)
     top = _tree(planes[0], _arch.fmax)

@@ -156,7 +156,7 @@ class ProgramFunction:
     def _batched(
         self, results: dict[str, torch.Tensor], lead: tuple[int, ...]
     ) -> dict[str, torch.Tensor]:
-        """`results` with the leading dimensions of A, but for reductions over rows."""
+        """Give `results` A's leading dimensions, but for reductions over rows."""
         if len(lead) == 1:
             return results
         kept = {*self._over_rows, self.program.accumulated}
@@ -195,7 +195,7 @@ class ProgramFunction:
         return config
 
     def _tile(self, block_size: int) -> TileConfig:
-        """The first configuration on offer with this reduction block."""
+        """Find the first configuration on offer with this reduction block."""
         if block_size not in self._tiles:
             raise LaunchError(
                 f"{self.program.name}: no tile has block_size {block_size}, expected one of "
@@ -223,12 +223,12 @@ def reduction_block(program: Program, config: TileConfig) -> int | None:
 
 
 def untuned(m: int, n: int, k: int, dtype: str, block: int | None) -> None:
-    """The chooser of a program nobody has measured."""
+    """Choose no tile, of a program nobody has measured."""
 
 
 @lru_cache(maxsize=16)
 def supported(device: torch.device) -> bool:
-    """Whether kernels run on `device`: a Hopper GPU with the DSL installed."""
+    """Tell whether kernels run on `device`, a Hopper GPU."""
     import torch
 
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

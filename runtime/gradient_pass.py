@@ -181,7 +181,7 @@ def _kind(program: Program, o: str) -> type[Operand] | None:
 
 
 def _came(kind: type) -> type[Operand] | None:
-    """What an output's gradient is to the kernel."""
+    """Find what an output's gradient is to the kernel."""
     if issubclass(kind, GroupTile):
         return None
     if issubclass(kind, Reduction):
@@ -192,7 +192,7 @@ def _came(kind: type) -> type[Operand] | None:
 
 
 def _in_place(graph: Graph, first: str) -> Graph:
-    """The graph where `first` is the accumulator."""
+    """Make `first` the graph's accumulator."""
     found, at = Graph(), list[int]()
     for node in graph.nodes:
         if node.op == "operand" and node.name == first:

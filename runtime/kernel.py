@@ -229,13 +229,13 @@ class Kernel:
 
 
 def _types(spec: Spec) -> tuple[str, ...]:
-    """The element types that A may have."""
+    """List the element types that A may have."""
     element = spec.inputs[spec.gemm[0]].dtype
     return spec.types.get(element, (element,))
 
 
 def _columns(spec: Spec) -> tuple[str, ...]:
-    """The inputs that name a column in each row."""
+    """List the inputs that name a column in each row."""
     column = Draw("integers", (0, spec.gemm_dims[1]))
     return tuple(x for x, t in spec.inputs.items() if t.draw == column)
 
@@ -276,6 +276,6 @@ def _returned(
 
 
 def _with_updated(results: Any, given: Sequence[Any], o: int, i: int) -> Any:
-    """Put input `i` in the place `o` of the output that overwrote it."""
+    """Put input `i` in the place `o` of what overwrote it."""
     others = results if isinstance(results, tuple) else () if results is None else (results,)
     return (*others[:o], given[i], *others[o:]) if others else given[i]

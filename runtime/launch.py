@@ -46,8 +46,7 @@ def allocate(
     config: TileConfig,
     device: Any,
 ) -> dict[str, torch.Tensor]:
-    """Raw output buffers, uninitialised: the kernel writes every element. Reductions are float32;
-    what an `AddTile` is added to, the caller puts in."""
+    """Make raw output buffers; the caller fills what is added to."""
     import torch
 
     return {

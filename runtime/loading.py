@@ -67,7 +67,7 @@ def load_kernel(folder: Path) -> Kernel:
 
 
 def user_tuning(folder: Path) -> UserTuning:
-    """What the user measured of the kernel in `folder`."""
+    """Find what the user measured of the kernel in `folder`."""
     texts = [(folder / file).read_bytes() for file in ("kernel.py", "spec.md")]
     return UserTuning(folder.name, hashlib.sha256(b"\0".join(texts)).hexdigest())
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def operators() -> torch.library.Library:
-    """Where all operators are registered."""
+    """Open the library of all operators."""
     import torch
 
     return torch.library.Library("coda_agent", "FRAGMENT")  # held, or torch drops the operators
 
 
 def scalars(spec: Spec) -> list[str]:
-    """Inputs that are single numbers."""
+    """List inputs that are single numbers."""
     return [name for name, x in spec.inputs.items() if set(x.shape.cases.values()) == {()}]
 
 
@@ -61,7 +61,7 @@ class Variant:
 
     @classmethod
     def of(cls, spec: Spec, binding: Mapping[str, str], function: ProgramFunction) -> Variant:
-        """The variant of `spec` that `binding` chooses."""
+        """Make the variant of `spec` that `binding` chooses."""
         places = {x: i for i, x in enumerate(spec.inputs)}
         updated, place = spec.updated(binding), spec.in_place
         operands = {x: i for x, i in places.items() if x not in spec.gemm}
@@ -96,21 +96,21 @@ class Variant:
         return self._returned(values, [results[o] for o in self.function.program.outputs])
 
     def run(self, call: CallPlan, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
-        """The same, by a resolved call with such `inputs`."""
+        """Do the same, by a resolved call with such `inputs`."""
         return self._returned(values, call(inputs))
 
     def fake(self, values: Sequence[Any], block_size: int | None = None) -> Any:
-        """The same for tensors without data."""
+        """Do the same for tensors without data."""
         a, b, operands = self._named(values)
         results = self.function.fake(a, b, operands, block_size=block_size)
         return self._returned(None, [results[o] for o in self.function.program.outputs])
 
     def inputs(self, values: Sequence[Any]) -> list[Any]:
-        """A, B and the operands, as a resolved call takes them."""
+        """Give A, B and the operands, as a resolved call takes them."""
         return [values[i] for i in self.places]
 
     def _named(self, values: Sequence[Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """A, B and the operands, of inputs that require no gradient."""
+        """Give A, B and the operands, which require no gradient."""
         if differentiated(values):
             why = "it overwrites an input" if self.updated else "its outputs have no gradients"
             raise LaunchError(

@@ -173,7 +173,7 @@ def finalised(
     n: int,
     config: TileConfig,
 ) -> dict[str, torch.Tensor]:
-    """What a kernel wrote, with every reduction folded to its final values."""
+    """Fold every reduction of a kernel's outputs to its final values."""
     results = [outputs[o] for o in program.outputs]
     Finish(program, m, n, config)(results)
     return dict(zip(program.outputs, results, strict=True))

@@ -198,7 +198,7 @@ def _recorded() -> Iterator[dict[str, Any]]:
 
 
 def cubin(path: Path) -> bytes:
-    """The cubin inside an object file."""
+    """Read the cubin inside an object file."""
     data = path.read_bytes()
     at = data.find(b"\x7fELF", 4)
     while at >= 0:
@@ -247,12 +247,12 @@ def instructions(sass: str) -> dict[str, int]:
 
 
 def is_mma(instruction: str) -> bool:
-    """Whether one of `instructions` runs on the tensor cores."""
+    """Tell whether one of `instructions` runs on the tensor cores."""
     return _MMA.match(instruction) is not None
 
 
 def sass(path: Path) -> str:
-    """Disassembly of the kernel in an object file."""
+    """Disassemble the kernel in an object file."""
     with _cubin_file(path) as image:
         return _tool("nvdisasm", "-c", image)
 
@@ -266,7 +266,7 @@ def _cubin_file(path: Path) -> Iterator[str]:
 
 
 def find_tool(name: str) -> str | None:
-    """`cuobjdump` or `nvdisasm`: on the path, in CUDA_HOME, or in triton's package."""
+    """Find a tool on the path, in CUDA_HOME, or in triton's package."""
     import importlib.util
 
     found = shutil.which(name)

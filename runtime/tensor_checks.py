@@ -92,7 +92,7 @@ class TensorChecks:
     def _fault(
         self, o: str, kind: type[Resource], value: Any, a: torch.Tensor, lead: Any, n: int
     ) -> str:
-        """What is wrong with an operand; empty if nothing is."""
+        """Say what is wrong with an operand, if anything."""
         if value is None:
             return "is missing"
         if fault := kind.fault(value, lead, n):

@@ -74,7 +74,7 @@ def read_tuned(path: Path) -> dict[str, Any]:
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """Find where the files are."""
     given = os.environ.get(VARIABLE)
     return Path(given) if given else user_cache() / "tuned"
 
@@ -106,7 +106,7 @@ class UserTuning:
         return None
 
     def gpus(self) -> set[str]:
-        """Names of the GPUs that something was measured on."""
+        """List the GPUs that something was measured on."""
         return set(self._held)
 
     @cached_property
@@ -122,7 +122,7 @@ class UserTuning:
             return {}
 
     def lines(self) -> Lines:
-        """What the file holds now; nothing where there is none.
+        """Read what the file holds now; nothing where there is none.
 
         Raises:
             OSError: it cannot be read.
@@ -153,7 +153,7 @@ class UserTuning:
         self.__dict__.pop("_held", None)
 
     def _kept(self) -> Lines:
-        """What the file holds; one that holds something else is set aside."""
+        """Read the file; set one aside that holds something else."""
         try:
             return self.lines()
         except ValueError as error:

@@ -167,7 +167,7 @@ class _Leaving(NamedTuple):
         return cls(max(map(len, axes)) == 1, dtype, place.halves, place.shares, place.parts)
 
     def of_call(self, value: torch.Tensor, element: torch.dtype, raw: bool) -> list[torch.Tensor]:
-        """Views of a call's output."""
+        """View a call's output."""
         import torch
 
         if raw and self.vector:

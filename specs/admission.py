@@ -288,7 +288,7 @@ def _needless(
 def _swallowed(
     multiple: float, rounded: _Outputs, truth: _Outputs, left_out: Mapping[str, Sequence[_Outputs]]
 ) -> str:
-    """What would pass without being computed, or an empty string.
+    """Say what would pass without being computed, if anything.
 
     Args:
         multiple: The spec's tolerance.
@@ -309,7 +309,7 @@ def _swallowed(
         held[o] = exact, norm, max(least, float(multiple * (own - exact).norm() / norm))
 
     def near(o: str, guess: torch.Tensor) -> bool:
-        """Whether the judge allows a guess at an output."""
+        """Tell whether the judge allows a guess at an output."""
         exact, norm, allowed = held[o]
         return float((guess[moved[o]] - exact).norm() / norm / allowed) <= 1
 
@@ -334,7 +334,7 @@ def _swallowed(
 
 
 def _hidden(truth: _Outputs) -> str:
-    """Whether an output has values beside which no tolerance shows others."""
+    """Say which output has values beside which no tolerance shows others."""
     for o, exact in truth.items():
         if (largest := exact.abs().max()) >= _LARGE:
             return f"output {o!r} holds {largest:.1e}, which hides all else; {_FILLED}"

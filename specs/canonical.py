@@ -251,7 +251,7 @@ def _reduced(product: Gemm, output: Output, shape: Shape) -> bool:
 
 
 def _all(product: Gemm, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Declared sizes, with those of dims that have two names."""
+    """Add sizes of dims under their second names."""
     declared = product.header.dims
     if sizes.keys() != declared.keys():
         got, known = ", ".join(sizes) or "none", ", ".join(declared)
@@ -260,7 +260,7 @@ def _all(product: Gemm, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _units(shapes: Iterable[Sequence[Entry]]) -> tuple[int, ...]:
-    """Dimensions of extent 1, from the last one, -1.
+    """List dimensions of extent 1, from the last one, -1.
 
     Raises:
         ValueError: They are not the same in all shapes of a tensor.

@@ -82,12 +82,12 @@ def _letters(header: Header) -> tuple[list[str], list[str], list[str]]:
 
 
 def _bytes(dtype: str, types: dict[str, tuple[str, ...]]) -> int:
-    """Of the smallest element that a declared type may be."""
+    """Find the smallest element that a declared type may be."""
     return min(DTYPES.get(choice, 2) for choice in types.get(dtype, (dtype,)))
 
 
 def up(size: int, unit: int) -> int:
-    """The next multiple of `unit`."""
+    """Round up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 

@@ -34,7 +34,7 @@ masks."""
 
 
 def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
-    """The text of a spec for the function.
+    """Write the text of a spec for the function.
 
     Args:
         examples: By argument, in the function's order; what is left out stays at its default.

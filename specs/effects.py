@@ -68,7 +68,7 @@ def unchanged() -> Iterator[None]:
 
 
 def _shared() -> dict[str, Any]:
-    """Functions and settings that all code shares, by name."""
+    """List functions and settings that all code shares, by name."""
     import builtins
     import math
 

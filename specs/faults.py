@@ -42,7 +42,7 @@ def declared_faults(spec: Header) -> Iterator[str]:
 
 
 def faults(spec: Spec) -> Iterator[str]:
-    """What contradicts what in a canonical spec; lazily likewise."""
+    """Yield contradictions of a canonical spec; lazily likewise."""
     a, b = (spec.inputs[name].shape.cases.get("", ()) for name in spec.gemm)
     if len(a) != 2 or len(b) != 2 or a[1] != b[1] or len({*a, *b} & set(spec.dims)) != 3:
         got = f"{spec.gemm[0]} {shown(a)} and {spec.gemm[1]} {shown(b)}"

@@ -259,7 +259,7 @@ class Spec(Header):
         return next(iter(self.types.values()), ("bfloat16",))
 
     def default_types(self) -> dict[str, str]:
-        """The first choice of every symbolic element type."""
+        """Choose the first type for every symbol."""
         return {name: choices[0] for name, choices in self.types.items()}
 
     def type_choices(self) -> list[dict[str, str]]:
@@ -287,7 +287,7 @@ class Spec(Header):
         return [dict(zip(self.parameters, choice, strict=True)) for choice in values]
 
     def bind(self, binding: Mapping[str, str] | None = None) -> dict[str, str]:
-        """`binding` completed with defaults, in declared order.
+        """Complete `binding` with defaults, in declared order.
 
         Raises:
             SpecError: A parameter, or a value of one, that the spec does not declare.
@@ -304,7 +304,7 @@ class Spec(Header):
         return "__".join([self.name, *self.bind(binding).values()])
 
     def updated(self, binding: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Output to the input it overwrites, in the variant of `binding`."""
+        """Find the output that overwrites an input, in a variant."""
         place = self.in_place
         if place is None or not place.when.items() <= self.bind(binding).items():
             return {}

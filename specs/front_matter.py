@@ -57,6 +57,6 @@ class Front(NamedTuple):
 
 
 def sizes_listed(key: str, shapes: Iterable[Mapping[str, int]]) -> str:
-    """`check_shapes` or `bench_shapes`."""
+    """Write `check_shapes` or `bench_shapes`."""
     listed = (", ".join(f"{x}: {size}" for x, size in sizes.items()) for sizes in shapes)
     return f"{key}:\n" + "".join(f"  - {{{sizes}}}\n" for sizes in listed)

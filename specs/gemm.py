@@ -219,7 +219,7 @@ class Gemm:
         return None
 
     def _word(self, over: Sequence[Entry]) -> str | None:
-        """Columns in terms of N, such as "N/2"."""
+        """Write columns in terms of N, such as "N/2"."""
         share, n = product_of(over), self.dims[1]
         if share == self.total:
             return n
@@ -232,7 +232,7 @@ class Gemm:
     def renamed(
         self, entries: Sequence[Entry], at: Sequence[int], names: Mapping[str, str]
     ) -> tuple[Entry, ...]:
-        """A shape with the dims at some places by their names there."""
+        """Rename the dims of a shape at some places."""
         found = list(entries)
         for i in at:
             if isinstance(entry := found[i], str) and (dim := parts(entry)[1]) in names:

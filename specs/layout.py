@@ -24,13 +24,13 @@ ENTRY = re.compile(r"(?:([1-9]\d*)\*)?([A-Za-z_]\w*)(?:/([1-9]\d*))?")
 
 
 def parts(entry: str) -> tuple[int, str, int]:
-    """Factor, dim and divisor of a shape's entry."""
+    """Read factor, dim and divisor of a shape's entry."""
     factor, dim, divisor = ENTRY.findall(entry)[0]
     return int(factor or 1), dim, int(divisor or 1)
 
 
 def shown(value: Any) -> str:
-    """A value of the front matter as it is written there."""
+    """Write a value of the front matter as it stands there."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {shown(x)}' for key, x in value.items())}}}"
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
@@ -43,7 +43,7 @@ def factors(entry: str) -> list[str]:
 
 
 def extent(entry: Entry, sizes: Mapping[str, int]) -> int:
-    """A shape's entry at `sizes`."""
+    """Compute a shape's entry at `sizes`."""
     if isinstance(entry, int):
         return entry
     if len(found := factors(entry)) > 1:
@@ -150,7 +150,7 @@ class Place:
     def together(
         self, tensors: Mapping[str, Any], sizes: Mapping[str, int], binding: Mapping[str, str]
     ) -> Any:
-        """The canonical tensor of declared ones: the inverse of `apart`."""
+        """Make the canonical tensor of declared ones: the inverse of `apart`."""
         import torch
 
         pieces = []
@@ -179,7 +179,7 @@ def ordered(value: torch.Tensor, order: Sequence[int], *, back: bool = False) ->
 
 
 def interleaved(whole: torch.Tensor, axis: int) -> torch.Tensor:
-    """`whole` with the entries of its two halves along `axis` in turn."""
+    """Take the entries of two halves along `axis` in turn."""
     import torch
 
     first, second = whole.movedim(axis, 0).chunk(2)
@@ -187,7 +187,7 @@ def interleaved(whole: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def halved(whole: torch.Tensor, axis: int) -> torch.Tensor:
-    """The inverse of `interleaved`."""
+    """Undo `interleaved`."""
     import torch
 
     moved = whole.movedim(axis, 0)
@@ -231,7 +231,7 @@ class Layout:
         return any(place.halves for place in self.inputs if place.name == self.gemm[1])
 
     def extents(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Canonical sizes of declared ones."""
+        """Compute canonical sizes of declared ones."""
         m = math.prod(extent(e, sizes) for e in self.rows)
         n, k = (sum(extent(e, sizes) for e in some) for some in (self.columns, self.inner))
         return dict(zip(self.dims, (m, n, k), strict=True))
@@ -298,7 +298,7 @@ class Layout:
     def canonical(
         self, outputs: Mapping[str, Any], inputs: Mapping[str, Any], binding: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Canonical outputs of declared ones, which were computed of these canonical inputs.
+        """Make canonical outputs of declared ones, by the canonical inputs.
 
         Raises:
             ValueError: An output has another shape than declared.
@@ -321,5 +321,5 @@ class Layout:
 
 
 def extent_sum(entries: Iterable[Entry], sizes: Mapping[str, int]) -> int:
-    """The sum of entries at `sizes`."""
+    """Add entries at `sizes`."""
     return sum(extent(e, sizes) for e in entries)

@@ -42,7 +42,7 @@ def reached(text: str) -> tuple[int, str] | None:
 
 
 def _module(node: ast.AST, known: Mapping[str, Any]) -> ModuleType | None:
-    """The module that an expression names, as `torch.os`."""
+    """Find the module that an expression names, as `torch.os`."""
     match node:
         case ast.Name(id=name):
             found = known.get(name)
@@ -59,7 +59,7 @@ def alias_name(alias: ast.alias) -> str:
 
 
 def bound_names(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement of a module binds."""
+    """List the names that a statement of a module binds."""
     match node:
         case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
             yield from map(alias_name, aliases)

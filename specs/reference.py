@@ -82,7 +82,7 @@ def draw_inputs(
 def reference_callable(
     spec: Spec, binding: Mapping[str, str] | None = None, *, baseline: bool = False
 ) -> Callable[..., dict[str, torch.Tensor]]:
-    """The bare reference with its parameters bound: `call(**inputs)`, fit for `torch.compile`.
+    """Bind the reference's parameters: `call(**inputs)`, fit for `torch.compile`.
 
     It takes and gives what the spec declares; `as_declared` makes that of canonical inputs. A
     tensor, or a tuple of them, that it returns is given the names of the spec's outputs.
@@ -105,7 +105,7 @@ def reference_callable(
 def as_declared(
     spec: Spec, inputs: Values, binding: Mapping[str, str] | None = None, **options: Any
 ) -> dict[str, torch.Tensor | float]:
-    """What the reference takes, of canonical inputs; `options` are those of `Layout.declared`."""
+    """Make what the reference takes; `options` are those of `Layout.declared`."""
     if spec.layout is None:
         return dict(inputs)
     return spec.layout.declared(inputs, spec.bind(binding), **options)
@@ -114,7 +114,7 @@ def as_declared(
 def canonical_reference(
     spec: Spec, binding: Mapping[str, str]
 ) -> Callable[..., dict[str, torch.Tensor]]:
-    """The reference as a function of canonical inputs, of canonical outputs."""
+    """Make the reference a function of canonical inputs and outputs."""
     function = reference_callable(spec, binding)
     if (layout := spec.layout) is None:
         return function

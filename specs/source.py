@@ -83,7 +83,7 @@ class Source:
 
 
 def located(target: str) -> tuple[Path, str]:
-    """The file and the function that `MODULE:FUNCTION` or `FILE.py:FUNCTION` names.
+    """Locate the file and function of `MODULE:FUNCTION` or `FILE.py:FUNCTION`.
 
     No package is imported on the way, so nothing of the user's runs.
 
@@ -115,7 +115,7 @@ def located(target: str) -> tuple[Path, str]:
 
 
 def extracted(text: str, where: str, function: str | None = None) -> Source:
-    """The function called `function` of a module's text, or the last one.
+    """Extract the function called `function`, or the last one.
 
     Args:
         text: Python; indented as a whole, or between Markdown fences, too.
@@ -252,7 +252,7 @@ class _Module:
     def _need(
         self, node: ast.stmt, needed: dict[str, list[ast.stmt]], path: tuple[str, ...]
     ) -> None:
-        """Adds to `needed` what `node` takes from its module, by name."""
+        """Add to `needed` what `node` takes from its module, by name."""
         for name in sorted(free_names(node)):
             if name in needed:
                 continue
@@ -274,7 +274,7 @@ class _Module:
                     self._need(statement, needed, (*path, name))
 
     def _admit(self, statement: ast.stmt, by: str, name: str) -> None:
-        """Refuses what does not stand alone in a spec."""
+        """Refuse what does not stand alone in a spec."""
         match statement:
             case ast.Import(names=aliases):
                 modules = [alias.name for alias in aliases if alias_name(alias) == name]
@@ -314,7 +314,7 @@ def _returned(node: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def _annotated(node: ast.expr | None) -> tuple[_Axes | None, str]:
-    """Axes and element type of an annotation, as far as it says."""
+    """Read axes and element type off an annotation."""
     match node:
         case ast.Name(id="float"):
             return (), "float32"

@@ -60,7 +60,7 @@ class Trace:
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among a call's arguments or results."""
+    """List the tensors among a call's arguments or results."""
     import torch
     from torch.utils._pytree import tree_leaves
 
