@@ -148,7 +148,7 @@ class Mod(frontend.EpiMod):
         """Make quack's plan, which knows no parts of K without D."""
         if D is not None or options["split_k"] == 1 or options["swap_ab"]:
             return super().gemm(A, B, D, C, **options)
-        # Every operand's operation is pinned here, and `function.py` checked the shapes.
+        # Every operand's operation is pinned here, and `tensor_checks.py` checked the shapes.
         values = options["epi_args"]
         kinds = tuple(
             (o, "c" if o == "c" else frontend._pinned_visit_kind(self.ops[o]))

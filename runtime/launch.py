@@ -4,7 +4,7 @@
 - A launch's inputs are A, B and the operands in the program's order, its outputs in theirs.
 - `block` of a raw reduction is the tile's width, so partial buffers depend on the configuration.
 - Operands obey TMA: one unit stride, the other a multiple of 16 bytes, 16-byte aligned.
-  `function.py` arranges that for callers.
+  `plan.py` arranges that for callers.
 """
 
 from __future__ import annotations
