@@ -62,7 +62,7 @@ class RowSelect(ColVecSelect):
     """quack's target select, into any float vector, at any index.
 
     Every row is written once, so the vector needs no launch that fills it: by the thread that holds
-    its target, or where its index is no column with 0 from the first tile of the row.
+    its target or, where its index is no column, with 0 from the first tile of the row.
     """
 
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> tuple[Any, ...]:
