@@ -42,11 +42,11 @@ from coda_agent.agent.judge.records import (
 from coda_agent.agent.judge.verdict import GateResult, Verdict
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.machine import Gpu
     from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 __all__ = ["Finding", "GateResult", "Level", "Observer", "Verdict", "judge_candidate"]
 

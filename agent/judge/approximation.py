@@ -17,13 +17,13 @@ from coda_agent.agent.judge.replaying import COMPARISONS, Mistake, is_small
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import MEANINGS
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from coda_agent.specs import Spec
 
 _EVERYWHERE = 0.5  # of the elements
 _FEW = 4  # elements in a branch

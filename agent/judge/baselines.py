@@ -8,17 +8,15 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.records import Inputs
+from coda_agent.specs import Spec, as_declared, draw_inputs, reference_callable
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
 
 def prepare(spec: Spec, elements: Sequence[str]) -> None:
     """Compile what the default program is timed against, which takes seconds a shape; it
     stays compiled while the process lives."""
-    from coda_agent.specs import draw_inputs
 
     binding = spec.bindings()[0]
     call = compiled_reference(spec, binding)
@@ -33,14 +31,11 @@ def compiled_reference(spec: Spec, binding: Mapping[str, str]) -> Callable[..., 
     """What a user would run, under torch.compile."""
     import torch
 
-    from coda_agent.specs import reference_callable
-
     return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
 
 
 def given_by_user(spec: Spec, inputs: Inputs, binding: Mapping[str, str]) -> Inputs:
     """Inputs as a user has them: in the spec's own layout, in their own memory."""
-    from coda_agent.specs import as_declared
 
     if spec.layout is None:
         return inputs

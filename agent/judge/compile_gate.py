@@ -14,10 +14,10 @@ from coda_agent.primitives.resources import OUTPUT_KINDS
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, carries, offered
 from coda_agent.runtime.target import is_mma
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.executor import Executor
-    from coda_agent.specs import Spec
 
 
 NEWER = ("sm_100a", "sm_120a")

@@ -22,13 +22,13 @@ from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.agent.judge.replaying import Mistake, is_small, lost_digits
 from coda_agent.agent.judge.suspects import Suspect, counterfactual, structural
 from coda_agent.agent.judge.wrong_output import WrongOutput
+from coda_agent.specs import Spec, run_reference
 
 if TYPE_CHECKING:
     import torch
 
     from coda_agent.agent.judge.wrong_output import Reference
     from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 FAULTS = {
     "race": "differs between two runs",
@@ -111,7 +111,6 @@ def diagnosed(
     In float64 the program is wrong by what it says, and `others` are further inputs on which a
     mistake found in it is tried. Else it may lose digits.
     """
-    from coda_agent.specs import run_reference
 
     def reference(changed: Inputs) -> torch.Tensor:
         return run_reference(spec, {**changed}, binding=binding, exact=True)[o]

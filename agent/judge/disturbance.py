@@ -16,11 +16,12 @@ from coda_agent.agent.judge.compare import SAFETY
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.rounding import rounded
+from coda_agent.specs import Spec, run_reference
+from coda_agent.specs.reference import storage
 
 if TYPE_CHECKING:
     import torch
 
-    from coda_agent.specs import Spec
 
 # What one operation may err, as a share of its result. `compare.allowance` takes `SAFETY` times it.
 _OPERATION = 2.0**-24  # in float32
@@ -105,7 +106,6 @@ def disturbed(
         grid: Results are rounded to float32 less so many bits, too: it hits 0 or a whole number
             where one lies near, which noise alone never does.
     """
-    from coda_agent.specs import run_reference
 
     a = inputs[spec.gemm[0]]
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
@@ -151,8 +151,6 @@ class _Noise:
     def touch(self, function: object, args: Sequence[Any], result: Any) -> Any:
         """Move a result of a function, as `run_reference` asks it."""
         import torch
-
-        from coda_agent.specs.reference import storage
 
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result

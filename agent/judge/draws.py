@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.structures import base_shape
+from coda_agent.specs import Spec, draw_inputs
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
     Inputs = dict[str, Any]
 
@@ -33,7 +32,6 @@ def draw_doubles(
     spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int
 ) -> Inputs:
     """Draw the spec's own inputs at a shape, in float64."""
-    from coda_agent.specs import draw_inputs
 
     inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed, binding=binding)
     return given(_widened(spec, inputs))
@@ -55,8 +53,6 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
     """Sets of inputs in float64, each with words for what is particular about it. The spec's own
     draw comes first."""
     import torch
-
-    from coda_agent.specs import draw_inputs
 
     sizes, types = base_shape(spec), spec.default_types()
     rng = random.Random(f"{seed} {spec.variant(binding)}")

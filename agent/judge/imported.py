@@ -17,12 +17,11 @@ from coda_agent.agent.judge.compare import measure, same, within
 from coda_agent.agent.judge.oracle import Case, make_case
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError, LaunchError
-from coda_agent.specs import as_declared
+from coda_agent.specs import Spec, as_declared
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
     from coda_agent.runtime.kernel import Kernel
-    from coda_agent.specs import Spec
 
 # torch takes the name of an operator once a process.
 _MADE: dict[str, Kernel] = {}

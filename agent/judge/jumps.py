@@ -31,11 +31,10 @@ from coda_agent.agent.judge.ties import (
 )
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
+from coda_agent.specs import Spec, run_reference
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
     Outputs = Mapping[str, torch.Tensor]
     Held = Callable[[int, Any], Any]
@@ -142,8 +141,6 @@ def sides(
     """List outputs as they are due, as they are on the other side of one jump, and where the
     reference in float32 is sure of that jump and of all others."""
     import torch
-
-    from coda_agent.specs import run_reference
 
     jumps = list[Jump]()
 

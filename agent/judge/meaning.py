@@ -32,11 +32,10 @@ from coda_agent.agent.judge.runners import one_thread, replayed
 from coda_agent.agent.judge.ties import Draw, differing, tie_draws
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.program import Program
+from coda_agent.specs import Spec, run_reference
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
     Inputs = dict[str, Any]
     Outputs = dict[str, torch.Tensor]
@@ -108,7 +107,6 @@ def _faults(
     spec: Spec, program: Program, binding: Mapping[str, str], seed: int
 ) -> Iterator[tuple[Finding, Inputs]]:
     """Find what differs, one input set after another, with the set."""
-    from coda_agent.specs import run_reference
 
     for label, inputs in draws(spec, binding, seed):
         truth = run_reference(spec, inputs, binding=binding, exact=True)

@@ -38,12 +38,12 @@ from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
 
     from coda_agent.agent.judge.runners import Runner
-    from coda_agent.specs import Spec
 
 
 def check_numerics(

@@ -31,11 +31,10 @@ from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.structures import Structure, structures
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded
+from coda_agent.specs import Spec, draw_inputs, run_reference
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
 
 # What folding partials may err, as a share of a result that has no other rounding.
@@ -140,8 +139,6 @@ def make_case(
     """
     import torch
 
-    from coda_agent.specs import draw_inputs
-
     seed = secrets.randbits(62) if seed is None else seed
     types = dict.fromkeys(spec.types, element)
     inputs = draw_inputs(spec, sizes, types, seed=seed, device=device, binding=binding)
@@ -186,7 +183,6 @@ def _ways(
     spec: Spec, inputs: Inputs, binding: Mapping[str, str], device: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
     """Compute outputs exactly and as a user would, and say whether the reference rounds."""
-    from coda_agent.specs import run_reference
 
     called = set[object]()
 
@@ -364,8 +360,6 @@ def _representable(
     """Outputs that fp32 arithmetic gives without rounding: the truth is a float32 everywhere,
     PyTorch in float32 finds exactly it, and no function that a GPU approximates enters."""
     import torch
-
-    from coda_agent.specs import run_reference
 
     single = run_reference(spec, inputs, binding=binding, exact=True, wide=torch.float32)
     shaken = run_reference(spec, inputs, binding=binding, exact=True, touch=approximations_shaken)

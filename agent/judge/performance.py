@@ -48,11 +48,11 @@ from coda_agent.agent.judge.tuner import LAST, Problem, searched
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, launches, roofline
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
 
-    from coda_agent.specs import Spec
 
 FINAL_ROUNDS = 50
 # Slack on the best rates measured here. A time below what they allow is a fault of the measurement.

@@ -12,14 +12,12 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.program import Program
-
-if TYPE_CHECKING:
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec, draw_inputs, run_reference
 
 _OPS = "row_index", "column_index"
 _ELEMENTS = 2**22  # of a tall or wide output
@@ -79,7 +77,6 @@ def moved(program: Program, row: int, column: int) -> Program:
 def uniform(spec: Spec, binding: Mapping[str, str]) -> bool:
     """Whether the reference is the same function in every row and column: rolled operands give
     rolled outputs."""
-    from coda_agent.specs import draw_inputs, run_reference
 
     sizes, types = _uniform_shape(spec), spec.default_types()
     inputs = draw_inputs(spec, sizes, types, seed=1, binding=binding)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import sys
 from importlib import metadata
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "triton")
 _MODULES = {"nvidia-cutlass-dsl": "cutlass", "quack-kernels": "quack"}

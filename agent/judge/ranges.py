@@ -17,11 +17,11 @@ from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.primitives.program import Program
+from coda_agent.specs import Spec, run_reference
 
 if TYPE_CHECKING:
     import torch
 
-    from coda_agent.specs import Spec
 
 _FLOAT32 = 2.0**-149, 2.0**128
 _REFERENCE = 2.0**-100, 2.0**100
@@ -52,7 +52,6 @@ def range_fault(
         truth: The exact outputs.
         results: The program's in float64, which are right.
     """
-    from coda_agent.specs import run_reference
 
     narrow = functools.partial(hold, least=_FLOAT32[0], most=_FLOAT32[1])
     values = {o: narrow(value) for o, value in replayed(spec, program, inputs, narrow).items()}
@@ -100,8 +99,6 @@ def _stays(
     PyTorch's own functions overflow inside, too: near that edge another form may do so earlier.
     """
     import torch
-
-    from coda_agent.specs import run_reference
 
     stays: dict[str, torch.Tensor] = {}
     for factor in (1.0, 4.0, 0.25):

@@ -31,11 +31,10 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import OUTPUT_KINDS
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
     Values = list[Any]
     Changes = dict[Any, Any]

@@ -19,11 +19,11 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowVector
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
 
-    from coda_agent.specs import Spec
 
 _ROWS = 12  # that a search looks at
 _FIXED, _BROKEN = 0.9995, 1e-4  # shares: of what was wrong at least, of what was right at most

@@ -10,11 +10,10 @@ from coda_agent.agent.judge.records import Inputs
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
     Dtypes = Mapping[str, torch.dtype]
     Runner = Callable[[Spec, Program, Inputs, TileConfig, Dtypes], dict[str, torch.Tensor]]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import TextError
 from coda_agent.primitives.reader import read_programs
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 
 def read_candidate(spec: Spec, text: str) -> tuple[dict[str, Program], list[Finding]]:

@@ -14,11 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.tiles import STREAMING
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.specs import Spec
 
     Inputs = dict[str, Any]
     Change = Callable[[Inputs, Spec, torch.Generator, float], Inputs]

@@ -26,7 +26,7 @@ from coda_agent.agent.judge.timing import steady
 from coda_agent.agent.judge.tuner import Launched, Problem
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig, offered
-from coda_agent.specs import Spec
+from coda_agent.specs import Spec, draw_inputs
 
 # Rounds, after which those within so much of the fastest are timed on.
 _STAGES = (2, 1.33), (4, 1.1), (10, 1.0)
@@ -44,8 +44,6 @@ def survey(
         MachineError: the GPU is in use.
     """
     import torch
-
-    from coda_agent.specs import draw_inputs
 
     require_idle()
     binding = spec.bindings()[0]

@@ -18,11 +18,11 @@ from coda_agent.agent.judge.runners import interpreted
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
+from coda_agent.specs import Spec, draw_inputs, run_reference
 
 if TYPE_CHECKING:
     import torch
 
-    from coda_agent.specs import Spec
 
 _DRAWS = 3
 _NEAR = 1e-9
@@ -77,8 +77,6 @@ def _drawn(
 ) -> dict[str, Any]:  # fmt: skip
     """Draw matrices from a pool and vectors from factors; rows of A pick single elements of B."""
     import torch
-
-    from coda_agent.specs import draw_inputs
 
     generator = torch.Generator().manual_seed(seed + i)
     a, b = spec.gemm
@@ -142,8 +140,6 @@ def differing(
 ) -> torch.Tensor:  # fmt: skip
     """Find the elements of an output that are exact in both and not equal."""
     import torch
-
-    from coda_agent.specs import run_reference
 
     wide = run_reference(spec, inputs, binding=binding, exact=True, wide=torch.float32)[o]
     dtypes = dict.fromkeys(program.outputs, torch.float32)

@@ -27,12 +27,12 @@ from coda_agent.runtime.function import reduction_block
 from coda_agent.runtime.launch import Arguments, Bound, allocate, bind
 from coda_agent.runtime.plan import finalised
 from coda_agent.runtime.tuning import TunedShape
+from coda_agent.specs import Spec, draw_inputs
 
 if TYPE_CHECKING:
     import torch
 
     from coda_agent.agent.judge.runners import Dtypes
-    from coda_agent.specs import Spec
 
 
 CallT = TypeVar("CallT", bound=Call)
@@ -122,8 +122,6 @@ class Problem:
         element: str,
     ) -> None:
         import torch
-
-        from coda_agent.specs import draw_inputs
 
         self.spec, self.program, self.binding = spec, program, binding
         self.sizes, self.element = dict(sizes), element
