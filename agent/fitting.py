@@ -156,7 +156,6 @@ def _compile(executor: Executor, due: _Due) -> None:
         spec,
         read_programs(due.text),
         spec.elements[:1],
-        all_tiles=True,
         newer=False,
         shapes=[(s[m], s[n], s[k]) for s in spec.bench_shapes],
     )

@@ -258,9 +258,8 @@ class _Walk:
             self.spec,
             self.programs,
             self.types,
-            all_tiles=self.gpu is not None,
             newer=self.whole,
-            shapes=shapes,
+            shapes=shapes if self.gpu else None,
             among=self.tiles,
         )
         if self.tuning:

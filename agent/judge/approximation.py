@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from coda_agent import primitives
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.replaying import COMPARISONS, Mistake, is_small
-from coda_agent.agent.judge.runners import interpreted
+from coda_agent.agent.judge.runners import replayed
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import MEANINGS
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 
@@ -33,12 +32,10 @@ _STEP, _SMOOTH = 2.0**-7, 0.4
 
 
 def approximation(
-    spec: Spec, program: Program, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor,
-    reference: Callable[[Inputs], torch.Tensor],
-) -> Mistake | None:  # fmt: skip
-    """That output `o` of a program approximates the truth, or None; all of it in float64."""
-    import torch
-
+    variant: Variant, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor
+) -> Mistake | None:
+    """Say that an output approximates the truth, or None; all of it in float64."""
+    spec, program = variant.spec, variant.program
     difference = out - truth
     there = (difference != 0) & truth.isfinite()
     off = difference[there]
@@ -48,7 +45,7 @@ def approximation(
         return None
     a, _ = spec.gemm
     near = {**inputs, a: inputs[a] * (1 + _STEP)}
-    then = interpreted(spec, program, near, dtypes={}, compute=torch.float64)[o] - reference(near)
+    then = replayed(spec, program, near)[o] - variant.reference(near)[o]
     moved = (then - difference)[there].abs().median()
     if not bool(moved <= _SMOOTH * off.abs().median()):
         return None

@@ -70,21 +70,22 @@ def jobs_for(
     programs: dict[str, Program],
     types: Sequence[str],
     *,
-    all_tiles: bool,
     newer: bool,
-    shapes: Iterable[tuple[int, int, int]] = (),
+    shapes: Iterable[tuple[int, int, int]] | None = None,
     among: Collection[TileConfig] | None = None,
 ) -> list[CompileJob]:
-    """The compile jobs of a candidate: each program on sm_90a in every element type; with `newer`,
-    once for each of `NEWER` too; with `all_tiles`, sm_90a in every configuration a tuner may pick
-    for `shapes`, of those in `among` if given, and the default one for transposed operands, which
-    the numerics gate runs."""
-    jobs, default = list[CompileJob](), DEFAULT_CONFIGS["sm_90a"]
+    """List the compile jobs of a candidate: each program on sm_90a in every element type.
+
+    With `newer` there is one for each of `NEWER`, too. Without `shapes` the tile is the default
+    one. With them it is every one that a tuner may pick for these, of those in `among` if given;
+    and the default one for transposed operands, which the numerics gate runs.
+    """
+    jobs, default, all_tiles = list[CompileJob](), DEFAULT_CONFIGS["sm_90a"], shapes is not None
     for binding in spec.bindings():
         name = spec.variant(binding)
         program = programs[name]
         for element in types:
-            tiles = offered(program, shapes) if all_tiles else (default,)
+            tiles = (default,) if shapes is None else offered(program, shapes)
             targets = [("sm_90a", c) for c in tiles if among is None or c in among]
             if newer and element == types[0]:
                 targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER if carries(program, a)]

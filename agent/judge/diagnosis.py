@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,14 @@ from coda_agent.agent.judge.approximation import approximation
 from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.agent.judge.replaying import Mistake, is_small, lost_digits
 from coda_agent.agent.judge.suspects import Suspect, counterfactual, structural
-from coda_agent.agent.judge.wrong_output import WrongOutput
-from coda_agent.specs import Spec, run_reference
+from coda_agent.agent.judge.variant import Variant
+from coda_agent.agent.judge.wrong_output import Origin, WrongOutput, is_paired
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.agent.judge.oracle import Case
     from coda_agent.agent.judge.wrong_output import Reference
     from coda_agent.primitives.program import Program
 
@@ -77,69 +79,66 @@ class Diagnosis:
     confidence: float
 
 
-def diagnose(
-    out: torch.Tensor, truth: torch.Tensor, *, inputs: Inputs, gemm: tuple[str, str],
-    tile: tuple[int, int], reference: Reference, again: torch.Tensor,
-    allowed: torch.Tensor | None = None,
+def diagnose_meaning(
+    variant: Variant, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor,
+    others: Iterable[Inputs],
 ) -> Diagnosis:  # fmt: skip
-    """The most likely fault of `out`.
+    """Diagnose an output in float64, where nothing rounds: the program itself is wrong.
 
     Args:
-        out: The wrong output: (M,), (N,), (M, N), (M, N/2) or (M, 2N), as stored; in float64 where
-            nothing was rounded.
-        truth: The exact one, float64.
-        inputs: What it was computed from, by name.
-        gemm: Names of the operands A (M, K) and B (N, K) among them.
-        tile: Rows and columns of a CTA tile of the product.
-        reference: Inputs to this output in float64.
-        again: The output of a second run on the same inputs.
-        allowed: What each element may err. The worst element is the one that exceeds it most, or
-            by default the one that is off most.
+        variant: The program, whose output is wrong by what it says.
+        o: The output's name.
+        inputs: What it was computed from.
+        out: What was got.
+        truth: What is due.
+        others: Further inputs, on which a mistake found in the program is tried.
     """
-    about = WrongOutput(out, truth, inputs, gemm, tile, reference, allowed)
-    return _diagnosis(about, again)
+    wrong = WrongOutput(out, truth, _origin(variant, inputs, o))
+    sets = ((x, variant.reference(x)[o]) for x in others)
+    found = repairs.mistake(variant, o, itertools.chain([(inputs, truth)], sets))
+    if found:
+        return _named(wrong, found)
+    seen = diagnose(wrong, wrong.out)
+    if seen.fault == "wrong_function":
+        found = approximation(variant, o, inputs, out, truth)
+    return _named(wrong, found) if found else seen
 
 
-def diagnosed(
-    spec: Spec, binding: Mapping[str, str], inputs: Inputs, o: str, out: torch.Tensor,
-    truth: torch.Tensor, *, program: Program, others: Iterable[Inputs] = (),
-    tile: tuple[int, int] = (128, 128), again: torch.Tensor | None = None,
-    allowed: torch.Tensor | None = None,
+def diagnose_stored(
+    variant: Variant, case: Case, o: str, runs: tuple[torch.Tensor, torch.Tensor],
+    tile: tuple[int, int],
 ) -> Diagnosis:  # fmt: skip
-    """`diagnose` of output `o` of a spec, by its reference.
+    """Diagnose an output as it is stored, of a program that means the right thing.
 
-    In float64 the program is wrong by what it says, and `others` are further inputs on which a
-    mistake found in it is tried. Else it may lose digits.
+    Args:
+        variant: The program, which may lose digits.
+        case: What it ran on.
+        o: The output's name.
+        runs: The output, and that of a second run.
+        tile: Rows and columns of a CTA tile of the product.
     """
-
-    def reference(changed: Inputs) -> torch.Tensor:
-        return run_reference(spec, {**changed}, binding=binding, exact=True)[o]
-
-    a, b = spec.gemm
-    wrong = WrongOutput(out, truth, inputs, (a, b), tile, reference, allowed)
-    wrong.paired = any(node.op == "even" for node in program.graph.nodes)
-    if wrong.exact:
-        sets = ((x, reference(x)) for x in others)
-        found = repairs.mistake(spec, program, o, itertools.chain([(inputs, truth)], sets))
-        if found:
-            return _named(wrong, found)
-        seen = _diagnosis(wrong, wrong.out)
-        if seen.fault == "wrong_function":
-            found = approximation(spec, program, o, inputs, out, truth, reference)
-        return _named(wrong, found) if found else seen
-    seen = _diagnosis(wrong, out if again is None else again)
-    if seen.fault in _VAGUE and (found := lost_digits(spec, program, inputs, o, out, truth)):
+    out, truth = runs[0], case.truth[o]
+    origin = _origin(variant, case.inputs, o)
+    wrong = WrongOutput(out, truth, origin, tile, case.allowed.get(o))
+    seen = diagnose(wrong, runs[1])
+    if seen.fault in _VAGUE and (found := lost_digits(variant, o, case.inputs, out, truth)):
         return _named(wrong, found)
     return seen
+
+
+def _origin(variant: Variant, inputs: Inputs, o: str) -> Origin:
+    a, b = variant.spec.gemm
+    reference: Reference = lambda changed: variant.reference({**changed})[o]
+    return Origin(inputs, (a, b), reference, is_paired(variant.program))
 
 
 def read_at(
     spec: Spec, program: Program, inputs: Inputs, out: torch.Tensor, place: tuple[int, ...]
 ) -> Iterable[tuple[str, float | list[float]]]:
-    """What a program reads at the element `place` of an output, by name."""
+    """Give what a program reads at the element `place` of an output, by name."""
     a, b = spec.gemm
-    about = WrongOutput(out, out.double(), inputs, (a, b), (128, 128), lambda _: out, None)
-    about.paired = any(node.op == "even" for node in program.graph.nodes)
+    origin = Origin(inputs, (a, b), lambda _: out, is_paired(program))
+    about = WrongOutput(out, out.double(), origin)
     return about.there(*place, *[0] * (2 - len(place))).items()
 
 
@@ -148,7 +147,8 @@ def _named(about: WrongOutput, found: Mistake) -> Diagnosis:
     return _answer(about, found.fault, found.text, 1.0, about.wrong | lost)
 
 
-def _diagnosis(about: WrongOutput, again: torch.Tensor) -> Diagnosis:
+def diagnose(about: WrongOutput, again: torch.Tensor) -> Diagnosis:
+    """Name the most likely fault of an output, of which `again` is a second run."""
     out, truth, second = about.out, about.truth, again.double().reshape(about.out.shape)
     moved = (second != out) & ~(second.isnan() & out.isnan())
     if moved.any():

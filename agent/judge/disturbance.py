@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.compare import SAFETY
 from coda_agent.agent.judge.records import Inputs
@@ -80,17 +80,26 @@ def _pool(seed: int, device: torch.device) -> torch.Tensor:
     return pool + pool.sign() / 2
 
 
+class Way(NamedTuple):
+    """How operations are disturbed.
+
+    Attributes:
+        finer: A factor on all errors; float64's own are 2⁻²⁹ of float32's.
+        sign: A factor on what approximations err of their range; -1 turns its direction, and 0
+            leaves it out.
+        grid: Results are rounded to float32 less so many bits, too: it hits 0 or a whole number
+            where one lies near, which noise alone never does.
+    """
+
+    finer: float = 1.0
+    sign: float = 1.0
+    grid: int | None = None
+
+
 def disturbed(
-    spec: Spec,
-    inputs: Inputs,
-    binding: Mapping[str, str],
-    seed: int,
-    *,
-    finer: float = 1.0,
-    sign: float = 1.0,
-    grid: int | None = None,
+    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, way: Way
 ) -> dict[str, torch.Tensor]:
-    """The exact reference with the result of each operation off by what float32 may err.
+    """Run the exact reference, each result off by what float32 may err.
 
     The GEMM's error is put on the elements of A, scaled by √K. So it reaches each sum as a share of
     about ‖a‖ ‖b‖.
@@ -100,19 +109,15 @@ def disturbed(
         inputs: Its inputs.
         binding: The static parameters.
         seed: What the noise follows from.
-        finer: A factor on all errors; float64's own are 2⁻²⁹ of float32's.
-        sign: A factor on what approximations err of their range; -1 turns its direction, and 0
-            leaves it out.
-        grid: Results are rounded to float32 less so many bits, too: it hits 0 or a whole number
-            where one lies near, which noise alone never does.
+        way: How.
     """
 
     a = inputs[spec.gemm[0]]
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     root = product * math.sqrt(a.shape[1])
-    noise = _Noise(seed, a.device, finer, sign, grid, root)
+    noise = _Noise(seed, a.device, way, root)
     wide = a.double()
-    noisy = wide + (wide * (finer * root * noise.like(wide))).where(wide.isfinite(), 0.0)
+    noisy = wide + (wide * (way.finer * root * noise.like(wide))).where(wide.isfinite(), 0.0)
     return run_reference(
         spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=noise.touch
     )
@@ -124,21 +129,13 @@ class _Noise:
     Args:
         seed: What the noise follows from.
         device: Where.
-        finer, sign, grid: As `disturbed` has them.
+        way: How.
         root: What a sum of a GEMM may err, as a share of its size.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        device: torch.device,
-        finer: float,
-        sign: float,
-        grid: int | None,
-        root: float,
-    ) -> None:
+    def __init__(self, seed: int, device: torch.device, way: Way, root: float) -> None:
         self._chance, self._pool = random.Random(seed), _pool(seed, device)
-        self._finer, self._sign, self._grid, self._root = finer, sign, grid, root
+        (self._finer, self._sign, self._grid), self._root = way, root
         self._up = seed % 2 != 0
 
     def like(self, x: torch.Tensor) -> torch.Tensor:

@@ -27,36 +27,54 @@ if TYPE_CHECKING:
 _MADE: dict[str, Kernel] = {}
 
 
-def check_imported(
+def imported(
     spec: Spec,
     programs: Mapping[str, Program],
-    types: Sequence[str],
-    *,
-    device: str,
-    tuned: Mapping[str, Any],
-    refused: Collection[str],
-    seed: int | None = None,
-) -> list[Finding]:
-    """The first fault of each variant in each type, on fresh draws.
+    tuned: Mapping[str, Any] | None = None,
+    refused: Collection[str] = (),
+) -> Kernel:
+    """Make the function that a user would import.
 
     Args:
         spec: The spec.
         programs: By variant name.
+        tuned: What tuned.json will hold.
+        refused: Labels of tiles that evidence.json will call wrong.
+    """
+    from coda_agent.runtime.kernel import Kernel
+    from coda_agent.runtime.tile_choice import TileChoice
+
+    tuned = tuned or {}
+    data = [{v: p.to_dict() for v, p in programs.items()}, tuned, sorted(refused)]
+    text = repr(spec) + json.dumps(data, sort_keys=True)
+    name = f"{spec.name}_judged_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if name not in _MADE:
+        first = next(iter(programs.values()))
+        tiles = TileChoice(spec.name, first, tuned, frozenset(refused))
+        _MADE[name] = Kernel(spec, programs, name, tiles)
+    return _MADE[name]
+
+
+def check_imported(
+    kernel: Kernel, types: Sequence[str], *, device: str, seed: int | None = None
+) -> list[Finding]:
+    """Find the first fault of each variant in each type, on fresh draws.
+
+    Args:
+        kernel: What `imported` makes.
         types: Element types.
         device: "cuda" runs kernels at every check shape; "cpu" the interpreter at the smallest,
             since nothing here depends on more.
-        tuned: What tuned.json will hold.
-        refused: Labels of tiles that evidence.json will call wrong.
         seed: What all draws follow from; a secret one by default.
     """
-    kernel = _kernel(spec, programs, tuned, refused)
+    spec = kernel.spec
     shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     findings = []
     for binding in spec.bindings():
         for element in types:
             for sizes in shapes if device == "cuda" else shapes[:1]:
                 case = make_case(spec, binding, sizes, element, device, seed=seed)
-                if said := _fault(kernel, spec, case, binding, element):
+                if said := _fault(kernel, case, binding, element):
                     where = {"program": spec.variant(binding), "dtype": element}
                     where |= {"sizes": dict(sizes), "seed": seed}
                     message = f"the function that would be imported {said}"
@@ -65,10 +83,10 @@ def check_imported(
     return findings
 
 
-def _fault(kernel: Kernel, spec: Spec, case: Case, binding: Mapping[str, str], element: str) -> str:
+def _fault(kernel: Kernel, case: Case, binding: Mapping[str, str], element: str) -> str:
+    spec, layout = kernel.spec, kernel.spec.layout
     given: dict[str, Any] = as_declared(spec, case.inputs, binding)
     given = {x: v.contiguous().clone() if hasattr(v, "clone") else v for x, v in given.items()}
-    layout = spec.layout
     types = dict.fromkeys(spec.types, element)
     try:
         if fault := _packed(kernel, given):
@@ -113,22 +131,3 @@ def _packed(kernel: Kernel, given: dict[str, Any]) -> str:
             if not same(value, parts[x]):
                 return f"does not unpack {x} as it was packed"
     return ""
-
-
-def _kernel(
-    spec: Spec,
-    programs: Mapping[str, Program],
-    tuned: Mapping[str, Any],
-    refused: Collection[str],
-) -> Kernel:
-    from coda_agent.runtime.kernel import Kernel
-    from coda_agent.runtime.tile_choice import TileChoice
-
-    data = [{v: p.to_dict() for v, p in programs.items()}, tuned, sorted(refused)]
-    text = repr(spec) + json.dumps(data, sort_keys=True)
-    name = f"{spec.name}_judged_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if name not in _MADE:
-        first = next(iter(programs.values()))
-        tiles = TileChoice(spec.name, first, tuned, frozenset(refused))
-        _MADE[name] = Kernel(spec, programs, name, tiles)
-    return _MADE[name]

@@ -20,6 +20,7 @@ from coda_agent.agent.judge.records import (
     Tool,
     Tuned,
 )
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
@@ -154,8 +155,10 @@ class NumericsJob(Job[NumericsReport]):
     def run(self, progress: Progress) -> Outcome[NumericsReport]:
         from coda_agent.agent.judge.numerics import check_numerics
 
-        given = self.spec, self.programs, self.tiles
-        return check_numerics(*given, device=self.device, progress=progress, seed=self.seed)
+        variants = Variant.of_all(self.spec, self.programs)
+        return check_numerics(
+            variants, self.tiles, device=self.device, progress=progress, seed=self.seed
+        )
 
 
 class PrepareJob(Job[PerformanceReport]):
@@ -225,13 +228,12 @@ class CallJob(Job[NumericsReport]):
     seed: int | None = None
 
     def run(self, progress: Progress) -> Outcome[NumericsReport]:
-        from coda_agent.agent.judge.imported import check_imported
+        from coda_agent.agent.judge.imported import check_imported, imported
 
         types = list(dict.fromkeys(element for _, element in self.tiles))
-        stored = {"tuned": self.model_dump()["tuned"], "refused": self.refused}
-        found = check_imported(
-            self.spec, self.programs, types, device=self.device, seed=self.seed, **stored
-        )
+        tuned = self.model_dump()["tuned"]
+        kernel = imported(self.spec, self.programs, tuned, self.refused)
+        found = check_imported(kernel, types, device=self.device, seed=self.seed)
         return Outcome(findings=tuple(found))
 
 

@@ -29,6 +29,7 @@ from coda_agent.agent.judge.ties import (
     is_short,
     rounded_number,
 )
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, run_reference
@@ -40,17 +41,8 @@ if TYPE_CHECKING:
     Held = Callable[[int, Any], Any]
 
 _COMPARISONS = (
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "eq",
-    "ne",
-    "greater",
-    "greater_equal",
-    "less",
-    "less_equal",
-)
+    "gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal",
+)  # fmt: skip
 _STEPS = ("floor", "ceil", "round", "trunc", "fix", "sign", "sgn", "frexp")
 # PyTorch gives these without error where that is a float32: powers of two and their exponents.
 _POWERS = "exp2", "log2"
@@ -94,22 +86,20 @@ class Jump:
         return [self.result + 1.0, self.result - 1.0]
 
 
-def jump_fault(
-    spec: Spec, program: Program, binding: Mapping[str, str], inputs: Mapping[str, Any],
-    alone: bool,
-) -> Finding | None:  # fmt: skip
+def jump_fault(variant: Variant, inputs: Mapping[str, Any], alone: bool) -> Finding | None:
     """Find an output that takes another side than the reference in float32.
 
     Args:
-        spec, program, binding: What is judged.
+        variant: What is judged.
         inputs: Numbers that float32 holds, in float64.
         alone: Whether float32 alone decides. Else the program is on the other side without
             rounding, too, with its constants as float32 has them.
     """
     import torch
 
+    spec, program = variant.spec, variant.program
     known = {rounded_number(c) for c in constants(program.graph)}
-    found = sides(spec, binding, inputs, known)
+    found = sides(spec, variant.binding, inputs, known)
     if not found:
         return None
     single = {x: v.float() if floating(v) else v for x, v in inputs.items()}

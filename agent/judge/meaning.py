@@ -18,21 +18,22 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from coda_agent.agent.judge.compare import SAFETY, largest_change
-from coda_agent.agent.judge.diagnosis import Diagnosis, diagnosed
-from coda_agent.agent.judge.disturbance import disturbed
+from coda_agent.agent.judge.diagnosis import Diagnosis, diagnose_meaning
+from coda_agent.agent.judge.disturbance import Way, disturbed
 from coda_agent.agent.judge.draws import draw_doubles, draws
 from coda_agent.agent.judge.jumps import jump_fault
 from coda_agent.agent.judge.places import place_cases
 from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import one_thread, replayed
-from coda_agent.agent.judge.ties import Draw, differing, tie_draws
+from coda_agent.agent.judge.ties import differing, tie_draws
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.program import Program
-from coda_agent.specs import Spec, run_reference
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
@@ -96,75 +97,148 @@ def meaning_fault(
     Returns:
         A finding that names the set; None where there is none.
     """
-    for fault, inputs in _faults(spec, program, binding, seed):
+    for fault, inputs in _faults(Variant(spec, program, binding), seed):
         (rows, inner), columns = (inputs[name].shape for name in spec.gemm)
         sizes = dict(zip(spec.gemm_dims, (rows, columns[0], inner), strict=True))
         return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}})
     return None
 
 
-def _faults(
-    spec: Spec, program: Program, binding: Mapping[str, str], seed: int
-) -> Iterator[tuple[Finding, Inputs]]:
+def _faults(variant: Variant, seed: int) -> Iterator[tuple[Finding, Inputs]]:
     """Find what differs, one input set after another, with the set."""
-
+    spec, program, binding = variant.spec, variant.program, variant.binding
     for label, inputs in draws(spec, binding, seed):
-        truth = run_reference(spec, inputs, binding=binding, exact=True)
-        results = replayed(spec, program, inputs)
-        if fault := _case_fault(spec, program, binding, seed, label, inputs, truth, results):
+        sample = _Sample.of(variant, seed, label, inputs)
+        if fault := sample.fault():
             yield fault, inputs
-        if fault := range_fault(spec, program, binding, inputs, truth, results):
+        if fault := range_fault(variant, inputs, sample.truth, sample.results):
             yield _labelled(fault, label, seed), inputs
-    for draw in tie_draws(spec, program, binding, seed):
+    for draw in tie_draws(variant, seed):
         if not draw.alone:
-            truth = run_reference(spec, draw.inputs, binding=binding, exact=True)
-            results = replayed(spec, program, draw.inputs)
-            if fault := _tie_fault(spec, program, binding, seed, draw, truth, results):
+            if fault := _Sample.of(variant, seed, draw.label, draw.inputs).tie_fault():
                 yield fault, draw.inputs
-        if fault := jump_fault(spec, program, binding, draw.inputs, draw.alone):
+        if fault := jump_fault(variant, draw.inputs, draw.alone):
             yield _labelled(fault, draw.label, seed), draw.inputs
     cases = place_cases(spec, program, binding)
     for sizes, moved in itertools.groupby(cases, key=lambda case: case.sizes):
         inputs = draw_doubles(spec, binding, sizes, seed)
-        truth = run_reference(spec, inputs, binding=binding, exact=True)
+        truth = variant.reference(inputs)
         for case in moved:
+            there = dataclasses.replace(variant, program=case.program)
             results = replayed(spec, case.program, inputs)
-            about = case.program, binding, seed, case.label
-            if fault := _case_fault(spec, *about, inputs, truth, results):
+            if fault := _Sample(there, seed, case.label, inputs, truth, results).fault():
                 yield fault, inputs
 
 
-def _apart(
-    spec: Spec, truth: Outputs, results: Outputs
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """List the outputs that differ, with their values and the exact ones, as a store saturates.
-    What is beyond an output's type, the reference cannot hold either: it counts as infinite."""
-    for o, expected in truth.items():
-        top, most = _tops(spec, o)
-        out, expected = (x.clamp(-top, top) for x in (results[o], expected))
-        expected = expected.where(~(expected.abs() > most), math.inf)
-        if _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
-            yield o, out, expected
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """What a program gives on one input set, and what is due, both in float64."""
 
+    variant: Variant
+    seed: int
+    label: str
+    inputs: Inputs
+    truth: Outputs
+    results: Outputs
 
-def _tie_fault(
-    spec: Spec, program: Program, binding: Mapping[str, str], seed: int,
-    draw: Draw, truth: Outputs, results: Outputs,
-) -> Finding | None:  # fmt: skip
-    """Find the first output that falls to the other side of a jump."""
-    for o, out, expected in _apart(spec, truth, results):
-        wrong = differing(spec, program, binding, draw.inputs, o, out, expected)
-        if bool(wrong.any()):
-            index = [int(i) for i in wrong.nonzero()[0]]
-            got, due = (float(x[tuple(index)]) for x in (out, expected))
-            where = {"got": got, "expected": due, "index": index, "output": o, "seed": seed}
-            message = (
-                f"{o} is another function where inputs are {draw.label}: it is {got:g} "
-                f"where {due:g} is due; a half is rounded, a threshold met, or one of equal values "
-                "taken, otherwise"
-            )
-            return Finding(message=message, where={**where, "program": program.name})
-    return None
+    @classmethod
+    def of(cls, variant: Variant, seed: int, label: str, inputs: Inputs) -> Self:
+        """Run the reference and the program."""
+        truth = variant.reference(inputs)
+        return cls(
+            variant, seed, label, inputs, truth, replayed(variant.spec, variant.program, inputs)
+        )
+
+    def apart(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """List the outputs that differ, with their values and the exact ones.
+
+        Both are as a store saturates. What is beyond an output's type, the reference cannot hold
+        either: it counts as infinite.
+        """
+        for o, expected in self.truth.items():
+            top, most = _tops(self.variant.spec, o)
+            out, expected = (x.clamp(-top, top) for x in (self.results[o], expected))
+            expected = expected.where(~(expected.abs() > most), math.inf)
+            if _differs(out, expected).any():
+                yield o, out, expected
+
+    def tie_fault(self) -> Finding | None:
+        """Find the first output that falls to the other side of a jump."""
+        for o, out, expected in self.apart():
+            wrong = differing(self.variant, self.inputs, o, out, expected)
+            if bool(wrong.any()):
+                index = [int(i) for i in wrong.nonzero()[0]]
+                got, due = (float(x[tuple(index)]) for x in (out, expected))
+                where = {"got": got, "expected": due, "index": index, "output": o}
+                where |= {"seed": self.seed, "program": self.variant.program.name}
+                message = (
+                    f"{o} is another function where inputs are {self.label}: it is {got:g} "
+                    f"where {due:g} is due; a half is rounded, a threshold met, or one of equal "
+                    "values taken, otherwise"
+                )
+                return Finding(message=message, where=where)
+        return None
+
+    def fault(self) -> Finding | None:
+        """Find the first output that is not the reference's."""
+        for o, out, expected in self.apart():
+            excuses = _Roundings(self.variant, self.inputs, o, out)
+            for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
+                noise = self._noise(o, expected, probes, around)
+                chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
+                allowed = (_known(expected) + SAFETY * noise).where(~chaotic, math.inf)
+                wrong = excuses.wrong(expected, allowed)
+                if not wrong.any():
+                    break
+            if wrong.any():
+                # What is allowed, or has no number in the reference itself, is no fault.
+                return self._finding(o, out.where(wrong, expected), expected)
+        return None
+
+    def _finding(self, o: str, out: torch.Tensor, expected: torch.Tensor) -> Finding:
+        """Say what is wrong with an output."""
+        spec, label = self.variant.spec, self.label
+        labels = ("", f"{spec.gemm[0]} times 64")
+        again = draws(spec, self.variant.binding, self.seed + 1)
+        others = [x for name, x in again if name in labels]
+        seen = diagnose_meaning(self.variant, o, self.inputs, out, expected, others)
+        where = {**seen.where, "program": self.variant.program.name, "output": o, "seed": self.seed}
+        where |= {"case": label} if label else {}
+        same = {
+            x: ("passed", "wrong")[bool(_differs(self.results[x], v).any())]
+            for x, v in self.truth.items()
+        }
+        where |= {"outputs": same | {o: "wrong"}} if len(same) > 1 else {}
+        message = _said(o, label, seen)
+        if label == f"{spec.gemm[0]} times 0" and seen.fault == "wrong_function":
+            message += ". All products are equal there: ties may be taken otherwise"
+        if seen.fault == "approximated":
+            message += f". To {_RELATIVE:g} of each element it has to be the function itself"
+        return Finding(message=message, where=where)
+
+    def _noise(self, o: str, truth: torch.Tensor, probes: int, around: float) -> torch.Tensor:
+        """Find how far errors of float64's size move each element.
+
+        They are of each operation of the reference and, as a share of `around`, of the inputs.
+        """
+        import torch
+
+        generator = torch.Generator().manual_seed(self.seed)
+        runs = []
+        for i in range(probes):
+            near = {
+                x: v * (1 + around * torch.randn(v.shape, generator=generator, dtype=v.dtype))
+                if isinstance(v, torch.Tensor) and v.is_floating_point()
+                else v
+                for x, v in self.inputs.items()
+            }
+            # With opposite signs: where an output saturates, one alone may move nothing. And with
+            # none: sinc(x) of a huge x is 10^-38 of either sign, which an error of its range always
+            # exceeds.
+            way = Way(_FINER, (-1.0, 1.0, 0.0)[i % 3])
+            spec, binding = self.variant.spec, self.variant.binding
+            runs.append(disturbed(spec, near, binding, self.seed + i // 3, way)[o])
+        return largest_change(truth, runs)
 
 
 def _labelled(finding: Finding, label: str, seed: int) -> Finding:
@@ -172,47 +246,6 @@ def _labelled(finding: Finding, label: str, seed: int) -> Finding:
     where = {**finding.where, "seed": seed} | ({"case": label} if label else {})
     message = finding.message.replace(":", f" ({label}):", 1) if label else finding.message
     return Finding(message=message, where=where)
-
-
-def _case_fault(
-    spec: Spec, program: Program, binding: Mapping[str, str], seed: int, label: str,
-    inputs: Inputs, truth: Outputs, results: Outputs,
-) -> Finding | None:  # fmt: skip
-    """Find the first output that is not the reference's on one input set."""
-    for o, out, expected in _apart(spec, truth, results):
-        known = _RELATIVE * expected.abs() + _LEAST
-        excuses = _Roundings(spec, program, inputs, o, out)
-        for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
-            noise = _noise(spec, inputs, binding, seed, o, expected, probes, around)
-            chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
-            allowed = (known + SAFETY * noise).where(~chaotic, math.inf)
-            wrong = excuses.wrong(expected, allowed)
-            if not wrong.any():
-                break
-        if wrong.any():
-            # What is allowed, or has no number in the reference itself, is no fault.
-            out = out.where(wrong, expected)
-            labels = ("", f"{spec.gemm[0]} times 64")
-            others = [x for name, x in draws(spec, binding, seed + 1) if name in labels]
-            seen = diagnosed(
-                spec, binding, inputs, o, out, expected, program=program, others=others
-            )
-            where = {**seen.where, "program": program.name, "output": o, "seed": seed}
-            where |= {"case": label} if label else {}
-            same = {
-                x: ("passed", "wrong")[
-                    bool(_differs(results[x], v, _RELATIVE * v.abs() + _LEAST).any())
-                ]
-                for x, v in truth.items()
-            }
-            where |= {"outputs": same | {o: "wrong"}} if len(truth) > 1 else {}
-            message = _said(o, label, seen)
-            if label == f"{spec.gemm[0]} times 0" and seen.fault == "wrong_function":
-                message += ". All products are equal there: ties may be taken otherwise"
-            if seen.fault == "approximated":
-                message += f". To {_RELATIVE:g} of each element it has to be the function itself"
-            return Finding(message=message, where=where)
-    return None
 
 
 def _said(o: str, label: str, seen: Diagnosis) -> str:
@@ -235,33 +268,17 @@ def _tops(spec: Spec, o: str) -> tuple[float, float]:
     return most if dtype.itemsize == 1 else math.inf, most
 
 
-def _differs(out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Where the truth is a finite number and `out` is further from it than allowed, or NaN."""
+def _known(truth: torch.Tensor) -> torch.Tensor:
+    """Bound what each element may differ in any case."""
+    return _RELATIVE * truth.abs() + _LEAST
+
+
+def _differs(
+    out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Find where the truth is finite and `out` is further from it than allowed, or NaN."""
+    allowed = _known(truth) if allowed is None else allowed
     return truth.isfinite() & ~((out - truth).abs() <= allowed)
-
-
-def _noise(
-    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, o: str,
-    truth: torch.Tensor, probes: int, around: float,
-) -> torch.Tensor:  # fmt: skip
-    """How far each element moves by errors of float64's size, of each operation of the reference
-    and, as a share of `around`, of the inputs."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    runs = []
-    for i in range(probes):
-        near = {
-            x: v * (1 + around * torch.randn(v.shape, generator=generator, dtype=v.dtype))
-            if isinstance(v, torch.Tensor) and v.is_floating_point()
-            else v
-            for x, v in inputs.items()
-        }
-        # With opposite signs: where an output saturates, one alone may move nothing. And with none:
-        # sinc(x) of a huge x is 10^-38 of either sign, which an error of its range always exceeds.
-        sign = (-1.0, 1.0, 0.0)[i % 3]
-        runs.append(disturbed(spec, near, binding, seed + i // 3, finer=_FINER, sign=sign)[o])
-    return largest_change(truth, runs)
 
 
 class _Roundings:
@@ -272,12 +289,11 @@ class _Roundings:
     and only while an element is wrong: all of 150 nodes took 45 s where two constants were enough.
     """
 
-    def __init__(
-        self, spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor
-    ) -> None:
+    def __init__(self, variant: Variant, inputs: Inputs, o: str, out: torch.Tensor) -> None:
         import torch
 
-        self._about, self._out = (spec, program, inputs, o), out
+        program = variant.program
+        self._about, self._out = (variant.spec, program, inputs, o), out
         self._constants, self._operations = torch.zeros_like(out), torch.zeros_like(out)
         nodes = program.graph.nodes
         needed = {program.graph.outputs[o]}

@@ -13,13 +13,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from coda_agent.agent.judge.compare import Errors, distances, few_wrong, measure, same, within
-from coda_agent.agent.judge.diagnosis import diagnosed
+from coda_agent.agent.judge.diagnosis import diagnose_stored
 from coda_agent.agent.judge.oracle import Case, make_cases
 from coda_agent.agent.judge.records import (
     Finding,
@@ -34,11 +34,10 @@ from coda_agent.agent.judge.records import (
     WorstError,
 )
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.errors import CompileError, LaunchError
-from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
@@ -47,23 +46,17 @@ if TYPE_CHECKING:
 
 
 def check_numerics(
-    spec: Spec,
-    programs: Mapping[str, Program],
-    tiles: Tiles,
-    *,
-    device: Literal["cuda", "cpu"],
-    progress: Progress,
-    run: Runner | None = None,
-    seed: int | None = None,
-) -> Outcome[NumericsReport]:
+    variants: Sequence[Variant], tiles: Tiles, *, device: Literal["cuda", "cpu"],
+    progress: Progress, run: Runner | None = None, seed: int | None = None,
+) -> Outcome[NumericsReport]:  # fmt: skip
     """Check every program in every dtype, tile and case.
 
+    The default configuration, or the first where it is not among the tiles, sees every case, and so
+    does the first unfused one. The others see those that depend on the tile.
+
     Args:
-        spec: The spec.
-        programs: By variant name.
-        tiles: Configurations to check, by (program, element type). The default one, or the first
-            where it is not among them, sees every case, and so does the first unfused one. The
-            others see those that depend on the tile.
+        variants: The programs of a spec.
+        tiles: Configurations to check.
         device: "cuda" runs kernels, "cpu" the interpreter.
         progress: Called as (done, total, note).
         run: What produces outputs; `run_kernel` or `run_interpreter` by default.
@@ -72,6 +65,7 @@ def check_numerics(
     Returns:
         The faults that refuse the candidate, what was seen, and the tiles that may be dispatched.
     """
+    spec = variants[0].spec
     run = run or (run_kernel if device == "cuda" else run_interpreter)
     seed = secrets.randbits(62) if seed is None else seed
     findings: list[Finding] = []
@@ -79,12 +73,12 @@ def check_numerics(
     refused: list[RefusedTile] = []
     admitted: dict[Key, tuple[TileConfig, ...]] = {}
     total, done, default = sum(map(len, tiles.values())), 0, DEFAULT_CONFIGS["sm_90a"]
-    for binding in spec.bindings():
-        program = programs[spec.variant(binding)]
-        for element in sorted({e for p, e in tiles if p == program.name}):
-            key, configs = (program.name, element), tiles[program.name, element]
+    for variant in variants:
+        program = variant.program.name
+        for element in sorted({e for p, e in tiles if p == program}):
+            key, configs = (program, element), tiles[program, element]
             name, kept = " ".join(key), list[TileConfig]()
-            cases = _Kept(make_cases(spec, binding, element, device, seed))
+            cases = _Kept(make_cases(spec, variant.binding, element, device, seed))
             worst[name] = WorstError(seed=seed)
             # One of each code: what does not depend on the tile may depend on that.
             full = {
@@ -93,7 +87,7 @@ def check_numerics(
             }
             for config in configs:
                 progress(done := done + 1, total, f"{name} {config.label}")
-                check = TileCheck(spec, program, binding, element, config, run, seed)
+                check = TileCheck(variant, element, config, run, seed)
                 fault = check.fault(cases, full=config in full)
                 if fault is None:
                     kept.append(config)
@@ -132,9 +126,7 @@ Place = tuple[object, ...]
 class TileCheck:
     """One program in one type and configuration against the cases."""
 
-    spec: Spec
-    program: Program
-    binding: Mapping[str, str]
+    variant: Variant
     element: str
     config: TileConfig
     run: Runner
@@ -152,7 +144,7 @@ class TileCheck:
             if full or case.structure is None or case.structure.everywhere:
                 fault = self._case(case)
                 if fault is not None:
-                    where = {"program": self.program.name, "dtype": self.element}
+                    where = {"program": self.variant.program.name, "dtype": self.element}
                     where |= {"sizes": dict(case.sizes), "tile": self.config.label}
                     where |= {"case": case.label} if case.label else {}
                     fault.where = {**fault.where, **where, "seed": self.seed}
@@ -173,28 +165,17 @@ class TileCheck:
     def _case(self, case: Case) -> Finding | None:
         import torch
 
-        types = dict.fromkeys(self.spec.types, self.element)
-        dtypes = {o: getattr(torch, self.spec.dtype_of(o, types)) for o in self.spec.outputs}
+        spec, types = self.variant.spec, dict.fromkeys(self.variant.spec.types, self.element)
+        dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
         key, inputs = self._placed(case)
-        call = partial(self.run, self.spec, self.program, inputs, self.config, dtypes)
+        call = partial(self.run, spec, self.variant.program, inputs, self.config, dtypes)
         try:
             results, again = call(), call()
         except (CompileError, LaunchError) as error:
             return Finding(message=error.message)
-        for name, value in case.inputs.items():
-            if hasattr(value, "shape") and not same(value, inputs[name]):
-                return Finding(message=f"input {name} was changed", where={"input": name})
-        if list(results) != list(dtypes):
-            return Finding(message=f"outputs are {list(results)}, expected {list(dtypes)}")
+        if fault := _misformed(case, inputs, results, dtypes):
+            return fault
         former, self.before[key] = self.before.get(key), (results, case)
-        for o, truth in case.truth.items():
-            out = results[o]
-            if tuple(out.shape) != tuple(truth.shape) or out.dtype != dtypes[o]:
-                return Finding(
-                    message=f"{o} is {tuple(out.shape)} {out.dtype}, expected "
-                    f"{tuple(truth.shape)} {dtypes[o]}",
-                    where={"output": o},
-                )
         errors = torch.stack(
             [
                 distances(
@@ -219,7 +200,7 @@ class TileCheck:
                     allowed, rounding, limit = certain[o]
                     error = measure(out, case.truth[o], allowed, rounding)
             if not within(error, limit):
-                wrong = self._wrong(case, o, results[o], again[o], error, former)
+                wrong = self._wrong(case, o, (results[o], again[o]), error, former)
                 if len(found) > 1:
                     said = {x: within(e, case.bounds[x]) for x, e in found.items()} | {o: False}
                     wrong.where["outputs"] = {x: ("wrong", "passed")[y] for x, y in said.items()}
@@ -238,9 +219,9 @@ class TileCheck:
         layout = structure.layout if structure else ""
         alias = structure.alias if structure else None
         key = tuple(case.sizes.items()), layout, alias
-        a, b = self.spec.gemm
-        turned = {a} if "A" in self.spec.turned else set()
-        turned |= {b} if ("B" in self.spec.turned) != (layout == "transposed") else set()
+        a, b = self.variant.spec.gemm
+        turned = {a} if "A" in self.variant.spec.turned else set()
+        turned |= {b} if ("B" in self.variant.spec.turned) != (layout == "transposed") else set()
         if key not in self.places:
             place = {
                 name: _room(value, layout, turned=name in turned)
@@ -263,7 +244,7 @@ class TileCheck:
 
         if case.structure is None or not case.structure.planted:
             return out
-        truth, kind = case.truth[o], self.program.outputs[o]
+        truth, kind = case.truth[o], self.variant.program.outputs[o]
         known = ~out.double().isfinite() & ~truth.isfinite()
         passed_over = issubclass(kind, Reduction) and kind.combine in ("max", "min")
         if passed_over or case.structure.infinite:
@@ -271,14 +252,9 @@ class TileCheck:
         return torch.where(known, truth, out.double())
 
     def _wrong(
-        self,
-        case: Case,
-        o: str,
-        out: torch.Tensor,
-        again: torch.Tensor,
-        error: Errors,
+        self, case: Case, o: str, runs: tuple[torch.Tensor, torch.Tensor], error: Errors,
         former: tuple[dict[str, torch.Tensor], Case] | None,
-    ) -> Finding:
+    ) -> Finding:  # fmt: skip
         limit, label = case.bounds[o], f" ({case.label})" if case.label else ""
         said = (
             f"{o} is wrong{label}: error {error.norm:.2e} of its norm, {error.tile:.2e} in the "
@@ -288,18 +264,35 @@ class TileCheck:
         if o in case.exact:
             said = f"{o} is wrong{label}: it has an exact value, which must be met bit for bit; "
         where: JsonObject = {"output": o}
-        if former and _kept(o, out, case, *former):
+        if former and _kept(o, runs[0], case, *former):
             said += "it is what the tensors' former contents gave"
         else:
             m, n = self.config.tile_m, self.config.tile_n
-            seen = diagnosed(
-                self.spec, self.binding, case.inputs, o, out, case.truth[o],
-                program=self.program, tile=(n, m) if self.config.swap_ab else (m, n), again=again,
-                allowed=case.allowed.get(o),
-            )  # fmt: skip
+            tile = (n, m) if self.config.swap_ab else (m, n)
+            seen = diagnose_stored(self.variant, case, o, runs, tile)
             said += seen.text
             where |= seen.where
         return Finding(message=said, where=where)
+
+
+def _misformed(
+    case: Case, inputs: Inputs, results: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> Finding | None:  # fmt: skip
+    """Find an input that changed, or outputs of other names, shapes or types than declared."""
+    for name, value in case.inputs.items():
+        if hasattr(value, "shape") and not same(value, inputs[name]):
+            return Finding(message=f"input {name} was changed", where={"input": name})
+    if list(results) != list(dtypes):
+        return Finding(message=f"outputs are {list(results)}, expected {list(dtypes)}")
+    for o, truth in case.truth.items():
+        out = results[o]
+        if tuple(out.shape) != tuple(truth.shape) or out.dtype != dtypes[o]:
+            message = (
+                f"{o} is {tuple(out.shape)} {out.dtype}, expected {tuple(truth.shape)} {dtypes[o]}"
+            )
+            return Finding(message=message, where={"output": o})
+    return None
 
 
 def _kept(

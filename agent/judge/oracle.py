@@ -26,7 +26,7 @@ from coda_agent.agent.judge.compare import (
     store_rounding,
     unit_of,
 )
-from coda_agent.agent.judge.disturbance import approximations_shaken, disturbed
+from coda_agent.agent.judge.disturbance import Way, approximations_shaken, disturbed
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.structures import Structure, structures
 from coda_agent.primitives.errors import SpecError
@@ -105,78 +105,106 @@ class Case:
         return self.structure.label if self.structure else ""
 
 
-def make_case(
-    spec: Spec,
-    binding: Mapping[str, str],
-    sizes: Mapping[str, int],
-    element: str,
-    device: str,
-    *,
-    seed: int | None = None,
-    probes: int = 0,
-    structure: Structure | None = None,
-    factor: float = 1.0,
-) -> Case:
-    """Draw inputs and compute truth and bounds.
+@dataclass(frozen=True)
+class Source:
+    """What cases are drawn from.
 
-    Bounds come from what a user would run: on a GPU the spec's baseline, where it has one that
-    takes the shape.
-
-    Args:
-        spec: The spec.
-        binding: The static parameters.
+    Attributes:
+        spec, binding: The spec and its static parameters.
         sizes: Dims.
         element: Type of the spec's symbolic types.
         device: Where.
-        seed: A fresh one by default.
-        probes: Disturbed runs of the reference, for the bound of each element.
-        structure: What to change in the inputs. Outputs that it takes out of the range of their
-            type are left out.
-        factor: One of the structure's factors.
+        seed: What the draw follows from.
+    """
+
+    spec: Spec
+    binding: Mapping[str, str]
+    sizes: Mapping[str, int]
+    element: str
+    device: str
+    seed: int
+
+    def case(
+        self, probes: int = 0, structure: Structure | None = None, factor: float = 1.0
+    ) -> Case:
+        """Draw inputs and compute truth and bounds.
+
+        Bounds come from what a user would run: on a GPU the spec's baseline, where it has one that
+        takes the shape.
+
+        Args:
+            probes: Disturbed runs of the reference, for the bound of each element.
+            structure: What to change in the inputs. Outputs that it takes out of the range of their
+                type are left out.
+            factor: One of the structure's factors.
+
+        Raises:
+            SpecError: the baseline computes something else.
+        """
+        import torch
+
+        spec, binding, seed = self.spec, self.binding, self.seed
+        types, inputs = dict.fromkeys(spec.types, self.element), self._drawn(structure, factor)
+        truth, plain, rounds = _ways(spec, inputs, binding, self.device)
+        dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
+        if structure:
+            truth = {o: t for o, t in truth.items() if _in_range(t, plain[o], dtypes[o], structure)}
+            plain = {o: _settled(plain[o], t) for o, t in truth.items()}
+        errors = {o: measure(plain[o], t) for o, t in truth.items()}
+        for o, error in errors.items():
+            if structure is None and spec.has_baseline and error.norm > BASELINE_LIMIT:
+                raise SpecError(
+                    f"{spec.path}: the baseline's {o} is {error.norm:.2e} of its norm away from "
+                    "the reference"
+                )
+        held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items() if o in truth}
+        draw = _Draw(spec, binding, inputs, truth, dtypes, held, seed)
+        runs = [draw.disturbed(i, Way()) for i in range(probes)]
+        # Where the reference rounds and computes on, a tie may fall to either side.
+        jumps = {o: largest_change(truth[o], [r[o] for r in runs]) for o in truth if rounds}
+        multiple = spec.tolerance.multiple
+        bounds = {
+            o: bound(e, spec.dtype_of(o, types), multiple, draw.addend(o, jumps.get(o)))
+            for o, e in errors.items()
+        }
+        allowed = draw.allowed(runs) if probes else {}
+        rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
+        rounding |= {o: rounding[o] + jump for o, jump in jumps.items() if o in rounding}
+        settled = (
+            _representable(spec, inputs, binding, truth) if structure and structure.exact else []
+        )
+        exact = [o for o in settled if draw.settle(o, allowed)]
+        rounding |= {o: allowed[o] for o in exact}
+        certain = partial(draw.certain, probes, bounds, rounding, set(settled)) if probes else dict
+        return Case(
+            inputs, truth, bounds, allowed, rounding, self.sizes, structure, tuple(exact), certain
+        )
+
+    def _drawn(self, structure: Structure | None, factor: float) -> Inputs:
+        import torch
+
+        spec, device = self.spec, self.device
+        types = dict.fromkeys(spec.types, self.element)
+        inputs = draw_inputs(
+            spec, self.sizes, types, seed=self.seed, device=device, binding=self.binding
+        )
+        if structure:
+            generator = torch.Generator(device).manual_seed(self.seed + 1)
+            inputs |= structure.change(inputs, spec, generator, factor)
+        return inputs
+
+
+def make_case(
+    spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], element: str, device: str,
+    *, seed: int | None = None,
+) -> Case:  # fmt: skip
+    """Make a case of the spec's own draw, without bounds of elements; `seed` is fresh by default.
 
     Raises:
         SpecError: the baseline computes something else.
     """
-    import torch
-
     seed = secrets.randbits(62) if seed is None else seed
-    types = dict.fromkeys(spec.types, element)
-    inputs = draw_inputs(spec, sizes, types, seed=seed, device=device, binding=binding)
-    if structure:
-        generator = torch.Generator(device).manual_seed(seed + 1)
-        inputs |= structure.change(inputs, spec, generator, factor)
-    truth, plain, rounds = _ways(spec, inputs, binding, device)
-    dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
-    if structure:
-        truth = {o: t for o, t in truth.items() if _in_range(t, plain[o], dtypes[o], structure)}
-        plain = {o: _settled(plain[o], t) for o, t in truth.items()}
-    errors = {o: measure(plain[o], t) for o, t in truth.items()}
-    for o, error in errors.items():
-        if structure is None and spec.has_baseline and error.norm > BASELINE_LIMIT:
-            raise SpecError(
-                f"{spec.path}: the baseline's {o} is {error.norm:.2e} of its norm away from "
-                "the reference"
-            )
-    held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items() if o in truth}
-    draw = _Draw(spec, binding, inputs, truth, dtypes, held, seed)
-    runs = [draw.disturbed(i) for i in range(probes)]
-    # Where the reference rounds and computes on, a tie may fall to either side.
-    jumps = {o: largest_change(truth[o], [r[o] for r in runs]) for o in truth if rounds}
-    bounds = {
-        o: bound(e, spec.dtype_of(o, types), spec.tolerance.multiple, draw.addend(o, jumps.get(o)))
-        for o, e in errors.items()
-    }
-    allowed = draw.allowed(runs) if probes else {}
-    rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
-    rounding |= {o: rounding[o] + jump for o, jump in jumps.items() if o in rounding}
-    settled, exact = set[str](), list[str]()
-    for o in _representable(spec, inputs, binding, truth) if structure and structure.exact else ():
-        settled.add(o)
-        if draw.settle(o, allowed):
-            rounding[o] = allowed[o]
-            exact.append(o)
-    certain = partial(draw.certain, probes, bounds, rounding, settled) if probes else dict
-    return Case(inputs, truth, bounds, allowed, rounding, sizes, structure, tuple(exact), certain)
+    return Source(spec, binding, sizes, element, device, seed).case()
 
 
 def _ways(
@@ -219,9 +247,9 @@ class _Draw:
     held: Inputs
     seed: int
 
-    def disturbed(self, number: int, **way: Any) -> dict[str, torch.Tensor]:
+    def disturbed(self, number: int, way: Way) -> dict[str, torch.Tensor]:
         """Run the reference with the noise of a number."""
-        return disturbed(self.spec, self.inputs, self.binding, self.seed + number, **way)
+        return disturbed(self.spec, self.inputs, self.binding, self.seed + number, way)
 
     def addend(self, o: str, jump: torch.Tensor | None) -> float:
         """Bound what an addend's rounding and a jump may move of an output's norm."""
@@ -278,7 +306,7 @@ class _Draw:
             far = n >= _CERTAIN
             grid = (_COARSER if far else 0) if single else None
             finer *= _LARGER if far and not single else 1.0
-            runs.append(self.disturbed(first + n, finer=finer, sign=sign, grid=grid))
+            runs.append(self.disturbed(first + n, Way(finer, sign, grid)))
         near = self.allowed(runs[:_CERTAIN])
         for o in near.keys() - settled:
             t = self.truth[o].nan_to_num(0.0, 0.0, 0.0)
@@ -300,18 +328,15 @@ def make_cases(
         return random.Random(f"{seed} {spec.variant(binding)} {element} {i}").getrandbits(62)
 
     for i, sizes in enumerate(spec.check_shapes):
-        yield make_case(spec, binding, sizes, element, device, seed=seeded(i), probes=_PROBES)
+        yield Source(spec, binding, sizes, element, device, seeded(i)).case(_PROBES)
     for i, structure in enumerate(structures(spec, binding, element), len(spec.check_shapes)):
         if structure.planted:
             # The draw is the spec's own but for what is planted, so a kernel that keeps results by
             # a few elements of its inputs gives itself away.
             i = spec.check_shapes.index(structure.sizes)
-        case = None
+        source, case = Source(spec, binding, structure.sizes, element, device, seeded(i)), None
         for factor in structure.factors:
-            case = make_case(
-                spec, binding, structure.sizes, element, device,
-                seed=seeded(i), probes=_PROBES, structure=structure, factor=factor,
-            )  # fmt: skip
+            case = source.case(_PROBES, structure, factor)
             if len(case.truth) == len(spec.outputs):
                 break
         if case and case.truth:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ from coda_agent.agent.judge.records import (
     Untimed,
 )
 from coda_agent.agent.judge.samples import Samples, speedup
-from coda_agent.agent.judge.timing import interleave, steady
+from coda_agent.agent.judge.timing import Contender, interleave, steady
 from coda_agent.agent.judge.tuner import LAST, Problem, searched
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, launches, roofline
 from coda_agent.primitives.program import Program
@@ -287,13 +287,9 @@ def _timed(
 
         return call
 
-    def restore(name: str, i: int) -> None:
-        if name in runs:
-            runs[name].restore(i)
-
-    def verify(name: str, i: int) -> None:
-        for o, t in results.get(name, {}).items():
-            known = expected[name, i % 2][o]
+    def verify(label: str, i: int) -> None:
+        for o, t in results[label].items():
+            known = expected[label, i % 2][o]
             wrong.add_((t.view(torch.uint8) != known.view(torch.uint8)).any())
             t.fill_(float("nan"))
 
@@ -302,21 +298,22 @@ def _timed(
     a, b = ([inputs[g] for inputs in problem.inputs] for g in problem.spec.gemm)
     gemm = bare_gemm(a[0], b[0])
     contenders = {
-        **{label: timed(label) for label in runs},
+        **{x: Contender(timed(x), run.restore, partial(verify, x)) for x, run in runs.items()},
         "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
         "compile": lambda i: baseline(**given[i % 2]),
     }
     with recompiling():
-        samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
+        samples = interleave(contenders, FINAL_ROUNDS)
         sound = [c for c in configs if not samples[c.label].fault]
         if not (stream and sound):
             return samples, {}, int(wrong)
         best = _chosen(sound, samples, stored).label
         names = {best: "ours", "gemm": "gemm", "compile": "compile"}
-        # A program that adds to its buffer has another output after every call of a stream.
-        after = None if problem.program.accumulated else verify
         chosen = {name: contenders[name] for name in names}
-        streams = steady(chosen, before=restore, after=after)
+        if problem.program.accumulated:
+            # It adds to its buffer, so it has another output after every call of a stream.
+            chosen[best] = Contender(timed(best), runs[best].restore)
+        streams = steady(chosen)
     return samples, {names[name]: s for name, s in streams.items()}, int(wrong)
 
 

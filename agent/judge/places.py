@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.structures import base_shape
@@ -83,27 +84,28 @@ def uniform(spec: Spec, binding: Mapping[str, str]) -> bool:
     truth = run_reference(spec, inputs, binding=binding, exact=True)
     m, n, _ = spec.gemm_dims
     for dim, shift in ((m, sizes[m] // 2), (n, _ROLLED)):
-        rolled = {x: _roll(spec, binding, x, v, dim, shift, sizes) for x, v in inputs.items()}
+        part = Fraction(shift, sizes[dim])
+        rolled = _rolled(spec, binding, inputs, dim, part)
         again = run_reference(spec, rolled, binding=binding, exact=True)
-        for o, value in truth.items():
-            due = _roll(spec, binding, o, value, dim, shift, sizes)
+        for o, due in _rolled(spec, binding, truth, dim, part).items():
             same = (again[o] - due).abs() <= 1e-9 * due.abs() + 1e-290
             if not bool((same | ~due.isfinite()).all()):
                 return False
     return True
 
 
-def _roll(
-    spec: Spec, binding: Mapping[str, str], name: str, value: Any, dim: str, shift: int,
-    sizes: Mapping[str, int],
-) -> Any:  # fmt: skip
-    """Roll the axes of a tensor that are over a dim, by the same part of each."""
-    tensor = {**spec.inputs, **spec.outputs}[name]
-    case = binding.get(tensor.shape.parameter, "")
-    for axis, entry in enumerate(tensor.shape.cases[case] if getattr(value, "ndim", 0) else ()):
-        if dim in re.findall(r"[A-Za-z_]\w*", str(entry)):
-            value = value.roll(shift * value.shape[axis] // sizes[dim], axis)
-    return value
+def _rolled(
+    spec: Spec, binding: Mapping[str, str], values: Mapping[str, Any], dim: str, part: Fraction
+) -> dict[str, Any]:
+    """Roll the axes of tensors that are over a dim, by the same part of each."""
+    rolled = dict(values)
+    for name, value in values.items():
+        shape = {**spec.inputs, **spec.outputs}[name].shape
+        extents = shape.cases[binding.get(shape.parameter, "")]
+        for axis, entry in enumerate(extents if getattr(value, "ndim", 0) else ()):
+            if dim in re.findall(r"[A-Za-z_]\w*", str(entry)):
+                rolled[name] = rolled[name].roll(int(part * value.shape[axis]), axis)
+    return rolled
 
 
 def _uniform_shape(spec: Spec) -> dict[str, int]:

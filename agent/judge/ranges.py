@@ -13,14 +13,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import Finding, Inputs
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.agent.judge.runners import replayed
-from coda_agent.primitives.program import Program
-from coda_agent.specs import Spec, run_reference
+from coda_agent.agent.judge.variant import Variant
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
+
+    Outputs = Mapping[str, torch.Tensor]
 
 
 _FLOAT32 = 2.0**-149, 2.0**128
@@ -41,20 +43,20 @@ def hold(value: Any, least: float, most: float) -> Any:
 
 
 def range_fault(
-    spec: Spec, program: Program, binding: Mapping[str, str], inputs: Mapping[str, Any],
-    truth: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor],
-) -> Finding | None:  # fmt: skip
+    variant: Variant, inputs: Inputs, truth: Outputs, results: Outputs
+) -> Finding | None:
     """Find an output that leaves float32's range where the reference stays in it.
 
     Args:
-        spec, program, binding: What is judged.
+        variant: What is judged.
         inputs: In float64.
         truth: The exact outputs.
         results: The program's in float64, which are right.
     """
 
     narrow = functools.partial(hold, least=_FLOAT32[0], most=_FLOAT32[1])
-    values = {o: narrow(value) for o, value in replayed(spec, program, inputs, narrow).items()}
+    seen = replayed(variant.spec, variant.program, inputs, narrow)
+    values = {o: narrow(value) for o, value in seen.items()}
     suspects = {
         o: _near(results[o], due, _RIGHT) & ~_near(values[o], due, _WRONG)
         for o, due in truth.items()
@@ -65,8 +67,8 @@ def range_fault(
     def touch(function: object, args: Sequence[Any], result: Any) -> Any:
         return hold(result, *_REFERENCE)
 
-    held = run_reference(spec, inputs, binding=binding, exact=True, touch=touch)
-    stays = _stays(spec, binding, inputs)
+    held = variant.reference(inputs, touch=touch)
+    stays = _stays(variant, inputs)
     for o, due in truth.items():
         sound = _near(hold(held[o], *_REFERENCE), due, _RIGHT)
         sound &= stays[o]
@@ -75,25 +77,17 @@ def range_fault(
             continue
         at = tuple(int(i) for i in places[0])
         got, expected = (float(x[at]) for x in (values[o], due))
-        text = _culprit(spec, program, inputs)
         message = (
             f"{o} leaves float32's range: it is {got:g} where {expected:.9g} is due and the "
-            f"reference stays in range{text}"
+            f"reference stays in range{_culprit(variant, inputs)}"
         )
-        where = {
-            "fault": "overflow",
-            "got": got,
-            "expected": expected,
-            "index": list(at),
-            "output": o,
-        }
-        return Finding(message=message, where={**where, "program": program.name})
+        where = {"fault": "overflow", "got": got, "expected": expected, "index": list(at)}
+        where |= {"output": o, "program": variant.program.name}
+        return Finding(message=message, where=where)
     return None
 
 
-def _stays(
-    spec: Spec, binding: Mapping[str, str], inputs: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
+def _stays(variant: Variant, inputs: Inputs) -> dict[str, torch.Tensor]:
     """Find where the reference is right in float32, and with inputs somewhat larger or smaller.
 
     PyTorch's own functions overflow inside, too: near that edge another form may do so earlier.
@@ -102,9 +96,9 @@ def _stays(
 
     stays: dict[str, torch.Tensor] = {}
     for factor in (1.0, 4.0, 0.25):
-        near = {x: v * factor if _scales(spec, x) else v for x, v in inputs.items()}
-        exact = run_reference(spec, near, binding=binding, exact=True)
-        single = run_reference(spec, near, binding=binding, exact=True, wide=torch.float32)
+        near = {x: v * factor if _scales(variant.spec, x) else v for x, v in inputs.items()}
+        exact = variant.reference(near)
+        single = variant.reference(near, wide=torch.float32)
         for o, due in exact.items():
             right = _near(single[o].double(), due, _SINGLE)
             stays[o] = stays[o] & right if o in stays else right
@@ -120,23 +114,23 @@ def _near(value: torch.Tensor, due: torch.Tensor, share: float) -> torch.Tensor:
     return due.isfinite() & (due != 0) & ((value - due).abs() <= share * due.abs())
 
 
-def _culprit(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> str:
+def _culprit(variant: Variant, inputs: Inputs) -> str:
     """Name the first value of the graph that leaves the range by itself."""
     import torch
 
-    seen: list[tuple[Any, Any]] = []
+    seen, graph = list[tuple[Any, Any]](), variant.program.graph
 
     def touch(value: Any) -> Any:
         seen.append((value, hold(value, *_FLOAT32)))
         return seen[-1][1]
 
-    replayed(spec, program, inputs, touch)
-    nodes = [i for i, n in enumerate(program.graph.nodes) if n.args]
+    replayed(variant.spec, variant.program, inputs, touch)
+    nodes = [i for i, n in enumerate(graph.nodes) if n.args]
     # The accumulator comes first.
     for i, (value, held) in zip(nodes, seen[1:], strict=False):
         if isinstance(value, torch.Tensor):
             left = value.isfinite() & (held != value)
             if bool(left.any()):
                 lost = "overflows" if bool(held[left].isinf().any()) else "vanishes"
-                return f"; `{expression(program.graph, i)}` {lost}"
+                return f"; `{expression(graph, i)}` {lost}"
     return ""

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import held
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.operation import PLACED
-from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowVector
-from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +29,8 @@ _FIXED, _BROKEN = 0.9995, 1e-4  # shares: of what was wrong at least, of what wa
 _LEFT, _NEAR, _EXACT = 0.1, 1e-5, 1e-9  # of the difference, of the truth, of the truth at any rate
 _PROBED, _FAR = 64, 1e-2  # elements looked at first, and how far off they are not right
 _ROUND = 8.0  # roundings of one size that an element's error may come to
+_SMALL = 2.0**-6  # of the element, or of the mean
+COMPARISONS = frozenset(("equal", "greater", "greater_equal", "step"))
 SIGNS = {"+": "add", "-": "sub", "·": "mul", "/": "div"}
 INFIX = {op: sign for sign, op in SIGNS.items()}
 # What torch raises where a change fits no shape.
@@ -50,27 +51,24 @@ def is_small(difference: torch.Tensor, truth: torch.Tensor) -> bool:
     return bool((difference.abs() <= _SMALL * (size + size.mean())).all())
 
 
-COMPARISONS = frozenset(("equal", "greater", "greater_equal", "step"))
-_SMALL = 2.0**-6  # of the element, or of the mean
-
-
 class Replay:
     """A program on one set of inputs, of some rows, and the truth of one of its outputs."""
 
     def __init__(
-        self, spec: Spec, program: Program, o: str, inputs: Inputs, truth: torch.Tensor,
+        self, variant: Variant, o: str, inputs: Inputs, truth: torch.Tensor,
         out: torch.Tensor | None = None, single: bool = False,
     ) -> None:  # fmt: skip
         import torch
 
-        self.program, self.graph, self.o = program, program.graph, o
+        spec, program = variant.spec, variant.program
+        self.graph, self.o = program.graph, o
         self.kind, self.root = program.outputs[o], program.graph.outputs[o]
         a, b = (inputs[x].double() for x in spec.gemm)
         given = {**inputs, **held(spec, program, inputs)}
         acc = a @ b.mT
         lifted = {x: kind.lifted(given[x], acc) for x, kind in program.operands.items()}
         self.added = given[o].double() if self.kind.accumulates else None
-        self.truth, self.rows = truth, len(acc)
+        self.truth = truth
         placed = any(n.op in PLACED for n in self.graph.nodes)
         fixed = placed or getattr(self.kind, "over_rows", False) or len(truth) != len(acc)
         if out is not None and not fixed and len(acc) > _ROWS:
@@ -167,11 +165,11 @@ class Replay:
 
 
 def lost_digits(
-    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor, truth: torch.Tensor
+    variant: Variant, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor
 ) -> Mistake | None:
-    """What the arithmetic in float32 of a program that means the right thing loses, or None."""
+    """Find what a program that means the right thing loses in float32, or None."""
     exact = {x: _exact(v) for x, v in inputs.items()}
-    replay = Replay(spec, program, o, exact, truth)
+    replay = Replay(variant, o, exact, truth)
     replay.out = out.double()
     replay.difference = _apart(replay.out, truth)
     replay.wrong = replay.difference > 2.0**-7
@@ -255,6 +253,12 @@ class Reading:
     def below(self, i: int) -> set[int]:
         """A node and all that it is computed from."""
         return self._below[i]
+
+    def use(self, place: Any) -> str:
+        """Say where a place is, if it is one use of several."""
+        if isinstance(place, int):
+            return ""
+        return f", in `{self.text(place[0])}`" if place[0] >= 0 else ", in the output"
 
 
 def expression(graph: Graph, i: int, length: int = 48) -> str:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.agent.judge.structures import base_shape
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.graph import Graph
-from coda_agent.primitives.program import Program
-from coda_agent.specs import Spec, draw_inputs, run_reference
+from coda_agent.specs import Spec, draw_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -48,15 +48,14 @@ class Draw(NamedTuple):
     alone: bool = False
 
 
-def tie_draws(
-    spec: Spec, program: Program, binding: Mapping[str, str], seed: int
-) -> Iterator[Draw]:
+def tie_draws(variant: Variant, seed: int) -> Iterator[Draw]:
     """Draw halves, thresholds with the numbers on both sides, and powers of two with theirs."""
     import torch
 
-    numbers = constants(program.graph)
+    spec, binding, graph = variant.spec, variant.binding, variant.program.graph
+    numbers = constants(graph)
     halves, factors = _values(numbers), (0.5, 1.0, 2.0)
-    for i in range(_DRAWS if all(map(is_short, _computed_with(program.graph))) else 0):
+    for i in range(_DRAWS if all(map(is_short, _computed_with(graph))) else 0):
         yield Draw("halves of whole numbers", _drawn(spec, binding, halves, factors, seed, i))
     centres = torch.tensor([*_USUAL, *(c for c in numbers if c >= _LEAST)], dtype=torch.float64)
     thresholds = _sides(centres.outer(torch.tensor([-1.0, 0.5, 1.0, 2.0]).double()).flatten())
@@ -135,21 +134,18 @@ def _sides(values: torch.Tensor) -> torch.Tensor:
 
 
 def differing(
-    spec: Spec, program: Program, binding: Mapping[str, str], inputs: Mapping[str, Any], o: str,
-    out: torch.Tensor, truth: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    variant: Variant, inputs: Mapping[str, Any], o: str, out: torch.Tensor, truth: torch.Tensor
+) -> torch.Tensor:
     """Find the elements of an output that are exact in both and not equal."""
     import torch
 
-    wide = run_reference(spec, inputs, binding=binding, exact=True, wide=torch.float32)[o]
-    dtypes = dict.fromkeys(program.outputs, torch.float32)
-    single = interpreted(spec, program, dict(inputs), dtypes=dtypes)[o]
+    wide = variant.reference(inputs, wide=torch.float32)[o]
+    dtypes = dict.fromkeys(variant.program.outputs, torch.float32)
+    single = interpreted(variant.spec, variant.program, dict(inputs), dtypes=dtypes)[o]
     exact = (wide.double() == truth) & (single.double() == out) & truth.isfinite()
     wrong = exact & ~((out - truth).abs() <= _NEAR * truth.abs())
     for sign in (1.0, -1.0) if bool(wrong.any()) else ():
-        touch = partial(bare, sign=sign)
-        run = run_reference(spec, inputs, binding=binding, exact=True, touch=touch)[o]
-        wrong &= run == truth
+        wrong &= variant.reference(inputs, touch=partial(bare, sign=sign))[o] == truth
     return wrong
 
 

@@ -32,6 +32,24 @@ from coda_agent.agent.judge.samples import Samples
 
 Call = Callable[[int], object]
 """A contender, called with the number of a round."""
+
+
+class Contender(NamedTuple):
+    """A call, and what is called with the same number around it, on the same stream.
+
+    Attributes:
+        call: What is timed.
+        before: Puts back what the call changes in place.
+        after: Verifies the output.
+    """
+
+    call: Call
+    before: Call = lambda _: None
+    after: Call = lambda _: None
+
+
+Contenders = Mapping[str, Call | Contender]
+"""By name."""
 Device = Any
 """A `DeviceClock`, or what stands for it in a test."""
 # One product takes 0.18 ms on an H200. After eight of them, ratios of kernels to cuBLAS were within
@@ -75,13 +93,15 @@ class _Reading(NamedTuple):
     product_us: float
 
 
+def _whole(contenders: Contenders) -> dict[str, Contender]:
+    return {n: c if isinstance(c, Contender) else Contender(c) for n, c in contenders.items()}
+
+
 def interleave(
-    contenders: Mapping[str, Call],
+    contenders: Contenders,
     rounds: int,
     *,
     warmup: int = 3,
-    before: Callable[[str, int], None] | None = None,
-    after: Callable[[str, int], None] | None = None,
     trace: bool | None = None,
     idle: bool = False,
     gpu: Device = None,
@@ -93,9 +113,6 @@ def interleave(
             inputs.
         rounds: Timed rounds; more where too few of them count.
         warmup: Rounds before, not timed.
-        before: Called with (name, round) before what precedes a call: to put back
-            what the call changes in place.
-        after: Called with (name, round) after each call, on the same stream: to verify the output.
         trace: Whether to run a few more rounds under the profiler; by default from 30 rounds on.
         idle: Whether the GPU spins before each call instead of multiplying.
         gpu: Another device than torch's current one, for tests.
@@ -104,26 +121,19 @@ def interleave(
         By name. Where the clocks disagree, samples without times that say why.
     """
     gpu, found = gpu or _gpu(), dict[str, Samples]()
-    before, after = before or (lambda *_: None), after or (lambda *_: None)
     for pause in _PAUSES_S:
         gpu.wait(pause)
-        found = _interleaved(gpu, contenders, rounds, warmup, before, after, trace, idle)
+        found = _interleaved(gpu, _whole(contenders), rounds, warmup, trace, idle)
         if not any(s.fault.startswith((_LATE, _WAITED)) for s in found.values()):
             break
     return found
 
 
 def _interleaved(
-    gpu: Device,
-    contenders: Mapping[str, Call],
-    rounds: int,
-    warmup: int,
-    before: Callable[[str, int], None],
-    after: Callable[[str, int], None],
-    trace: bool | None,
-    idle: bool,
-) -> dict[str, Samples]:
-    calls = {**contenders, _NOTHING: lambda _: None}
+    gpu: Device, contenders: Mapping[str, Contender], rounds: int, warmup: int,
+    trace: bool | None, idle: bool,
+) -> dict[str, Samples]:  # fmt: skip
+    calls = {**contenders, _NOTHING: Contender(lambda _: None)}
     readings: dict[str, list[_Reading]] = {name: [] for name in calls}
     products, spin_us = 0 if idle else _LEAST_PRODUCTS, _LEAD_US * idle
     for i in range(-warmup, _STRETCH * rounds):
@@ -139,17 +149,16 @@ def _interleaved(
             readings = {name: [] for name in calls}
         turn = i % rounds if i < 0 else i
         for name in random.sample(list(calls), len(calls)):
-            if name:
-                before(name, i)
-            readings[name].append(_window(gpu, partial(calls[name], turn), products, spin_us))
-            if name:
-                after(name, i)
+            call, before, after = calls[name]
+            before(i)
+            readings[name].append(_window(gpu, partial(call, turn), products, spin_us))
+            after(i)
     hidden = _hidden(readings)
     punctual = len(_kept(readings.pop(_NOTHING), hidden.pop(_NOTHING)))
     traced: dict[str, list[_Traced]] = {}
     lost = ""
     if rounds >= _FINAL_ROUNDS if trace is None else trace:
-        traced, lost = _trace(gpu, contenders, products, spin_us or _MARK_US, before, after)
+        traced, lost = _trace(gpu, contenders, products, spin_us or _MARK_US)
     found = {}
     for name, seen in readings.items():
         median = statistics.median(r.event_us for r in seen)
@@ -221,14 +230,7 @@ def _window(
     return _Reading(gpu.elapsed_us(start, stop), unseen, host, product)
 
 
-def steady(
-    contenders: Mapping[str, Call],
-    *,
-    rounds: int = 3,
-    before: Callable[[str, int], None] | None = None,
-    after: Callable[[str, int], None] | None = None,
-    gpu: Device = None,
-) -> dict[str, Samples]:
+def steady(contenders: Contenders, *, rounds: int = 3, gpu: Device = None) -> dict[str, Samples]:
     """Time every contender's calls back to back, up to 100 ms of them, in `rounds` random orders.
 
     Only the second half counts: on an H200 a product of 4096 was at its clock after some 40 calls.
@@ -238,27 +240,25 @@ def steady(
 
     Args:
         contenders: As for `interleave`, called before; each call with its number in the stream.
+            What precedes and follows is called around a stream, with 0 and with its last number.
         rounds: Streams of each.
-        before: Called with (name, 0) before each stream: to put back what calls change in place.
-        after: Called with (name, number of the last call) after each stream: to verify the output.
         gpu: Another device than torch's current one, for tests.
 
     Returns:
         By name: microseconds a call, one a stream. Samples without times say why.
     """
-    gpu = gpu or _gpu()
-    before, after = before or (lambda *_: None), after or (lambda *_: None)
-    plans = _plans(gpu, contenders)
-    times: dict[str, dict[int, float]] = {name: {} for name in contenders}
+    gpu, whole = gpu or _gpu(), _whole(contenders)
+    plans = _plans(gpu, whole)
+    times: dict[str, dict[int, float]] = {name: {} for name in whole}
     faults: dict[str, str] = {}
     for i in range(2 * rounds):
         if all(len(known) >= rounds for known in times.values()):
             break
-        for name in random.sample(list(contenders), len(contenders)):
-            calls, lead_us = plans[name]
-            before(name, 0)
-            time_us, fault = _stream(gpu, contenders[name], calls, lead_us)
-            after(name, calls - 1)
+        for name in random.sample(list(whole), len(whole)):
+            (calls, lead_us), (call, before, after) = plans[name], whole[name]
+            before(0)
+            time_us, fault = _stream(gpu, call, calls, lead_us)
+            after(calls - 1)
             if fault:
                 faults[name] = fault
             else:
@@ -273,14 +273,14 @@ def steady(
     return found
 
 
-def _plans(gpu: Device, contenders: Mapping[str, Call]) -> dict[str, tuple[int, float]]:
+def _plans(gpu: Device, contenders: Mapping[str, Contender]) -> dict[str, tuple[int, float]]:
     """How many calls make each stream, and how many microseconds the host has to be ahead.
 
     All streams last equally long, since a longer one would be at the clock of a hotter GPU.
     """
     seen: dict[str, _Reading] = {}
     for i in range(2):  # the first call may be slow
-        seen = {n: _window(gpu, partial(c, i), _LEAST_PRODUCTS) for n, c in contenders.items()}
+        seen = {n: _window(gpu, partial(c.call, i), _LEAST_PRODUCTS) for n, c in contenders.items()}
     queued = [_QUEUED_CALLS * s.event_us for s in seen.values() if s.host_us > s.event_us]
     length_us = min([_STEADY_US, *queued])
     plans = {}
@@ -326,12 +326,7 @@ class _Traced(NamedTuple):
 
 
 def _trace(
-    gpu: Device,
-    contenders: Mapping[str, Call],
-    products: int,
-    spin_us: float,
-    before: Callable[[str, int], None],
-    after: Callable[[str, int], None],
+    gpu: Device, contenders: Mapping[str, Contender], products: int, spin_us: float
 ) -> tuple[dict[str, list[_Traced]], str]:
     """A few calls of each contender under the profiler, and what went wrong with that.
 
@@ -341,8 +336,8 @@ def _trace(
 
     def body() -> None:
         for i in range(_TRACED):
-            for name, call in contenders.items():
-                before(name, i)
+            for name, (call, before, after) in contenders.items():
+                before(i)
                 gpu.settle()
                 gpu.work(products)
                 gpu.spin(spin_us)
@@ -352,7 +347,7 @@ def _trace(
                 gpu.synchronize()
                 gpu.spin()
                 gpu.synchronize()
-                after(name, i)
+                after(i)
                 events.append((name, gpu.elapsed_us(start, stop)))
 
     spans = gpu.trace(body)

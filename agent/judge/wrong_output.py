@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs, JsonObject
+from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
     import torch
@@ -16,24 +17,53 @@ _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float8_e4m3fn": 2.0**-3}
 _BESIDE = 4  # rows shown beside the worst element, its own among them
 
 
+class Origin(NamedTuple):
+    """What an output was computed from.
+
+    Attributes:
+        inputs: By name.
+        gemm: Names of the operands A (M, K) and B (N, K) among them.
+        reference: Inputs to this output in float64.
+        paired: Whether the program takes columns apart.
+    """
+
+    inputs: Inputs
+    gemm: tuple[str, str]
+    reference: Reference
+    paired: bool = False
+
+
+def is_paired(program: Program) -> bool:
+    """Whether a program takes columns apart."""
+    return any(node.op == "even" for node in program.graph.nodes)
+
+
 class WrongOutput:
     """One output and what speaks of its fault.
+
+    Args:
+        out: The output, (M,), (N,), (M, N), (M, N/2) or (M, 2N), as stored; in float64 where
+            nothing was rounded.
+        truth: The exact one, float64.
+        origin: What it was computed from.
+        tile: Rows and columns of a CTA tile of the product.
+        allowed: What each element may err. The worst element is the one that exceeds it most, or
+            by default the one that is off most.
 
     Attributes:
         out, truth: Got and due, as matrices in float64.
         flat: Whether it is a vector; `by_column` one of columns.
         single, exact: Whether it was stored in float32 or more; in float64, where nothing rounds.
-        inputs, gemm, reference, tile, allowed: As `diagnosis.diagnose` has them.
+        inputs, gemm, reference, paired: As of `Origin`.
+        tile, allowed: For elements of the matrix.
         difference: What is off, where both are finite.
         subtle: Whether nothing exceeds rounding by much.
         wrong: What counts.
-        paired: Whether the program takes columns apart.
     """
 
     def __init__(
-        self, out: torch.Tensor, truth: torch.Tensor, inputs: Inputs,
-        gemm: tuple[str, str], tile: tuple[int, int], reference: Reference,
-        allowed: torch.Tensor | None,
+        self, out: torch.Tensor, truth: torch.Tensor, origin: Origin,
+        tile: tuple[int, int] = (128, 128), allowed: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         import torch
 
@@ -44,10 +74,9 @@ class WrongOutput:
         self.truth = truth[:, None] if self.flat else truth
         # 0 is allowed where a value is exact.
         self.allowed = 1.0 if allowed is None else allowed.reshape(self.truth.shape) + 1e-30
-        self.inputs, self.gemm, self.reference = inputs, gemm, reference
+        self.inputs, self.gemm, self.reference, self.paired = origin
         rows, columns = self.truth.shape
-        m, n = (inputs[name].shape[0] for name in gemm)
-        self.paired = False  # whether the program takes columns apart
+        m, n = (self.inputs[name].shape[0] for name in self.gemm)
         self.by_column = self.flat and rows == n != m
         height = tile[1] if self.by_column else tile[0]
         self.tile = (height, 1 if self.flat else max(1, tile[1] * columns // n))

@@ -181,7 +181,7 @@ def _times(work: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from coda_agent.agent.judge.machine import require_idle
-    from coda_agent.agent.judge.timing import interleave
+    from coda_agent.agent.judge.timing import Contender, interleave
     from coda_agent.agent.judge.tuner import Launched
 
     use_cache()
@@ -199,7 +199,7 @@ def _times(work: dict[str, Any]) -> dict[str, Any]:
         part: Launched(spec, Program.from_dict(data), inputs, dtypes, config)
         for part, data in work["programs"].items()
     }
-    found = interleave(runs, ROUNDS, before=lambda part, i: runs[part].restore(i))
+    found = interleave({part: Contender(x, x.restore) for part, x in runs.items()}, ROUNDS)
     return {part: (s.times_us, s.fault, s.rounds) for part, s in found.items()}
 
 

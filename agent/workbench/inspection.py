@@ -50,9 +50,7 @@ def tiles(spec: Spec, text: str, program: str | None) -> str:
     m, n, k = spec.gemm_dims
     shapes = [(sizes[m], sizes[n], sizes[k]) for sizes in spec.bench_shapes]
     element = next(iter(next(iter(spec.types.values()), ["bfloat16"])))
-    jobs = compile_gate.jobs_for(
-        spec, programs, [element], all_tiles=True, newer=False, shapes=shapes
-    )
+    jobs = compile_gate.jobs_for(spec, programs, [element], newer=False, shapes=shapes)
     once = {job.config: job for job in jobs if not job.again}
     _, kernels = compile_gate.compile_all(
         execution.executor(), list(once.values()), lambda *_: None

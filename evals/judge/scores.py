@@ -21,6 +21,7 @@ from coda_agent.agent.judge.numerics import TileCheck
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import VERSIONS, Finding
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.evals.cells import FOLDER, About, Judged, append, read
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
@@ -73,7 +74,8 @@ class Judge:
         if key not in self._cases:  # they take most of the gate's time: kept for the next program
             self._cases = {key: make_cases(spec, binding, element, self.device, seed)}
         cases, self._cases[key] = itertools.tee(self._cases[key])
-        return TileCheck(spec, program, binding, element, config, run, seed).fault(cases, full=True)
+        variant = Variant(spec, program, binding)
+        return TileCheck(variant, element, config, run, seed).fault(cases, full=True)
 
     def compile(self, subjects: Iterable[Subject]) -> None:
         """Compile programs for this device by the pool, on all cores."""

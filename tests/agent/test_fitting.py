@@ -78,7 +78,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> SurveyJob:
     )
     programs = load_kernel(ROOT / NAME).programs
     draw: Callable[..., Any] = lambda spec, sizes, *_, **__: {"shape": tuple(sizes.values())}
-    monkeypatch.setattr("coda_agent.specs.draw_inputs", draw)
+    monkeypatch.setattr("coda_agent.agent.judge.survey.draw_inputs", draw)
     monkeypatch.setattr(surveying, "DeviceClock", Clock)
     monkeypatch.setattr(surveying, "Launched", Launched)
     monkeypatch.setattr(surveying, "require_idle", lambda: None)

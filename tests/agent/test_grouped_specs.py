@@ -158,5 +158,5 @@ def test_tiles_and_architectures_that_carry_groups() -> None:
     assert {c.tile_n % 64 for c in offered(rms, [(16, 4096, 4096)])} == {0}
     assert not any(c.swap_ab for c in offered(rms, [(16, 4096, 4096)]))
     made = spec_of(*CASES[3][1:])
-    jobs = jobs_for(made, {"grouped": scaled}, ["bfloat16"], all_tiles=False, newer=True)
+    jobs = jobs_for(made, {"grouped": scaled}, ["bfloat16"], newer=True)
     assert [job.arch for job in jobs] == ["sm_90a", "sm_100a"]

@@ -36,6 +36,7 @@ from coda_agent.agent.judge.records import (
     NumericsReport,
     PerformanceReport,
 )
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.agent.pipeline import Outcome
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.tiles import SM90_CONFIGS
@@ -205,7 +206,8 @@ def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> No
 
     programs = read_programs(candidate(*SLIPS[slip]))
     tiles = {("gemm_rmsnorm_swiglu", "bfloat16"): (TileConfig(128, 128),)}
-    report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
+    variants = Variant.of_all(spec, programs)
+    report = check_numerics(variants, tiles, device="cpu", progress=lambda *_: None)
     assert report.findings, slip
     assert {"output", "row", "column", "got", "expected"} <= report.findings[0].where.keys()
 

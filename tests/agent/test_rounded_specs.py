@@ -10,6 +10,7 @@ import torch
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.runners import run_interpreter
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives import ColVector, Tile, epilogue, to_e4m3, to_e5m2
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
@@ -73,7 +74,12 @@ def test_float32_falls_on_either_side_of_a_tie(spec: Spec, seed: int) -> None:
         return found
 
     report = check_numerics(
-        spec, programs, tiles, device="cpu", progress=lambda *_: None, run=erring, seed=seed
+        Variant.of_all(spec, programs),
+        tiles,
+        device="cpu",
+        progress=lambda *_: None,
+        run=erring,
+        seed=seed,
     )
     assert report.findings == ()
     assert moved > 5

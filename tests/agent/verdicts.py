@@ -10,6 +10,7 @@ from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.records import VERSIONS
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.agent.workbench import Result, Workbench
 from coda_agent.primitives import Program
 from coda_agent.primitives.reader import read_programs
@@ -34,7 +35,8 @@ def judged(spec: Spec, text: str) -> dict[str, Program]:
 def right(spec: Spec, programs: Mapping[str, Program]) -> None:
     """Numerics accepts the programs in bfloat16, interpreted in one tile."""
     tiles = {(name, "bfloat16"): (TileConfig(128, 128),) for name in programs}
-    report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
+    variants = Variant.of_all(spec, programs)
+    report = check_numerics(variants, tiles, device="cpu", progress=lambda *_: None)
     assert report.findings == ()
 
 

@@ -12,6 +12,7 @@ from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.agent.judge.runners import run_kernel
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
@@ -36,7 +37,11 @@ def check(name: str, run: Any = None) -> Outcome[NumericsReport]:
     spec, program = accepted(name)
     tiles = {(name, "bfloat16"): (*CONFIGS,)}
     return check_numerics(
-        spec, {name: program}, tiles, device="cuda", progress=lambda *_: None, run=run
+        Variant.of_all(spec, {name: program}),
+        tiles,
+        device="cuda",
+        progress=lambda *_: None,
+        run=run,
     )
 
 

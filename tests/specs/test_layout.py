@@ -16,7 +16,7 @@ import torch
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.compare import same
 from coda_agent.agent.judge.compile_gate import jobs_for
-from coda_agent.agent.judge.imported import check_imported
+from coda_agent.agent.judge.imported import check_imported, imported
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.structures import structures
 from coda_agent.agent.workbench.reading import programs_to_define
@@ -347,8 +347,7 @@ def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Pr
 def test_the_judge_agrees(composed: tuple[Spec, Program]) -> None:
     made, program = composed
     assert not check_meaning(made, {"probe": program}, seed=1)
-    given = {"device": "cpu", "tuned": {}, "refused": ()}
-    assert not check_imported(made, {"probe": program}, ["bfloat16"], **given)
+    assert not check_imported(imported(made, {"probe": program}), ["bfloat16"], device="cpu")
 
 
 def test_canonical_inputs_are_given_in_the_declared_layout(composed: tuple[Spec, Program]) -> None:
@@ -403,7 +402,7 @@ def test_a_user_has_what_is_drawn_compiled_and_timed() -> None:
     strides = [[torch.as_tensor(x).stride() for x in found.values()] for found in (first, second)]
     assert strides == [[(64, 1), (1, 272)], [(1, 200), (1, 336)]]  # TMA cannot load rows of 77
     program = read_programs(Composer().write(made, lambda *_: None))["probe"]
-    jobs = jobs_for(made, {"probe": program}, ["bfloat16"], all_tiles=False, newer=True)
+    jobs = jobs_for(made, {"probe": program}, ["bfloat16"], newer=True)
     assert {job.arch for job in jobs} == {"sm_90a", "sm_100a", "sm_120a"}
     assert {job.turned for job in jobs} == {"AB"}
     straight = jobs[0].model_copy(update={"turned": ""})
@@ -491,8 +490,7 @@ def test_cases_of_a_parameter_have_layouts_of_their_own() -> None:
     admit(made)
     programs = read_programs(Composer().write(made, lambda *_: None))
     assert not check_meaning(made, programs, seed=1)
-    given = {"device": "cpu", "tuned": {}, "refused": ()}
-    assert not check_imported(made, programs, ["bfloat16"], **given)
+    assert not check_imported(imported(made, programs), ["bfloat16"], device="cpu")
 
 
 def test_torch_compile_sees_one_operator_and_views() -> None:

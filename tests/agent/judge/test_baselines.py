@@ -31,7 +31,7 @@ def test_a_baseline_is_compiled_for_more_shapes_than_torch_would_by_itself(
         sizes.append(given[1])
         return draw_inputs(*given, **{**more, "device": "cpu"})
 
-    monkeypatch.setattr("coda_agent.specs.draw_inputs", drawn)
+    monkeypatch.setattr("coda_agent.agent.judge.baselines.draw_inputs", drawn)
     prepare(spec, ["bfloat16"])
     assert len(graphs) == 12 and sizes == list(many)
     prepare(spec, ["bfloat16"])

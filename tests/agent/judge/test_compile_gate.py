@@ -147,7 +147,7 @@ def test_a_missing_instruction_refuses_the_default_tile_and_drops_another() -> N
 
 def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile() -> None:
     found = load_kernel(GENERATED / "gemm_rmsnorm")
-    jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], all_tiles=True, newer=False)
+    jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], newer=False, shapes=())
     (turned,) = (job for job in jobs if job.transposed)
     straight = next(job for job in jobs if job.config == HOPPER)
     assert turned == straight.model_copy(update={"transposed": True, "again": True})
@@ -168,7 +168,7 @@ def test_each_code_for_tables_is_compiled_ahead_and_its_tile_reported_once() -> 
     """Checks have 16, 272, 336 and 512 columns, the benchmark 1152: whole subtiles, or not."""
     spec = load_spec(packaged_specs()["gemm_sample_gated_residual"])
     programs = read_programs(Composer().write(spec, lambda *_: None))
-    jobs = jobs_for(spec, programs, ["bfloat16"], all_tiles=True, newer=True)
+    jobs = jobs_for(spec, programs, ["bfloat16"], newer=True, shapes=())
     columns = {(job.again, *(table[1] for table in job.tables.values())) for job in jobs}
     assert columns == {(False, 1152), (True, 16), (True, 1152)}
     once = [job for job in jobs if not job.again]
@@ -189,5 +189,5 @@ def test_each_code_for_tables_is_compiled_ahead_and_its_tile_reported_once() -> 
 
 def test_fp8_operands_are_never_transposed() -> None:
     found = load_kernel(GENERATED / "gemm_fp8_rmsnorm")
-    jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], all_tiles=True, newer=False)
+    jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], newer=False, shapes=())
     assert jobs and not any(job.transposed for job in jobs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.diagnosis import FAULTS, Diagnosis, diagnose
+from coda_agent.agent.judge.wrong_output import Origin, WrongOutput
 from coda_agent.primitives.errors import SpecError
 
 M, N, K = 200, 144, 136
@@ -65,9 +66,7 @@ def run(
     out = fault({x: v.double() for x, v in inputs.items()})
     out = out.float() if out.ndim == 1 else out.bfloat16()
     again = out if again is None else again
-    return diagnose(
-        out, truth, inputs=inputs, gemm=("A", "B"), tile=TILE, reference=reference, again=again
-    )
+    return diagnose(WrongOutput(out, truth, Origin(inputs, ("A", "B"), reference), TILE), again)
 
 
 def without_tail(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -201,10 +200,8 @@ def test_what_differs_in_few_elements_alone_is_not_explained_by_anything() -> No
     truth = full({x: v.double() for x, v in inputs.items()})
     out = truth.clone()
     out[3, 4] *= 1 + 2.0**-9
-    seen = diagnose(
-        out, truth, inputs=inputs, gemm=("A", "B"), tile=TILE,
-        reference=lambda x: full({n: v.double() for n, v in x.items()}), again=out,
-    )  # fmt: skip
+    origin = Origin(inputs, ("A", "B"), lambda x: full({n: v.double() for n, v in x.items()}))
+    seen = diagnose(WrongOutput(out, truth, origin, TILE), out)
     assert seen.fault != "swapped_pair" and "swapped" not in seen.text
     assert (seen.where["row"], seen.where["column"]) == (3, 4)
 
@@ -217,9 +214,7 @@ def test_the_worst_element_is_the_one_that_exceeds_what_is_allowed_there() -> No
     out = truth + 0.5 * allowed
     row, column = divmod(int(truth.abs().argmin()), N)
     out[row, column] = truth[row, column] + 1.5 * allowed[row, column]
-    seen = diagnose(
-        out.bfloat16(), truth, inputs=inputs, gemm=("A", "B"), tile=TILE,
-        reference=lambda x: full({n: v.double() for n, v in x.items()}), again=out.bfloat16(),
-        allowed=allowed,
-    )  # fmt: skip
+    origin = Origin(inputs, ("A", "B"), lambda x: full({n: v.double() for n, v in x.items()}))
+    stored = out.bfloat16()
+    seen = diagnose(WrongOutput(stored, truth, origin, TILE, allowed), stored)
     assert (seen.where["row"], seen.where["column"]) == (row, column)

@@ -11,7 +11,7 @@ import torch
 from coda_agent.agent.execution.local import Local
 from coda_agent.agent.judge import GateResult, _Walk
 from coda_agent.agent.judge.compile_gate import check_signature
-from coda_agent.agent.judge.imported import check_imported
+from coda_agent.agent.judge.imported import check_imported, imported
 from coda_agent.primitives import (
     ColIndex,
     ColVector,
@@ -41,9 +41,8 @@ def spec() -> Spec:
 
 
 def call(spec: Spec, program: Program = gemm_rmsnorm, types: list[str] | None = None) -> list[str]:
-    found = check_imported(
-        spec, {program.name: program}, types or TYPES, device="cpu", tuned={}, refused=()
-    )
+    kernel = imported(spec, {program.name: program})
+    found = check_imported(kernel, types or TYPES, device="cpu")
     assert all(f.where["program"] == spec.name for f in found)
     return [f"{f.where['dtype']}: {f.message}" for f in found]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coda_agent.agent.judge.numerics import check_numerics
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig
@@ -22,7 +23,11 @@ def said(made: Spec, heading: str, *lines: str) -> str:
     )
     tiles = {("k", "bfloat16"): (TileConfig(128, 128),)}
     found = check_numerics(
-        made, read_programs(text), tiles, device="cpu", progress=lambda *_: None, seed=1
+        Variant.of_all(made, read_programs(text)),
+        tiles,
+        device="cpu",
+        progress=lambda *_: None,
+        seed=1,
     )
     return found.findings[0].message if found.findings else ""
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from coda_agent.agent.judge import numerics
 from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.numerics import check_numerics
-from coda_agent.agent.judge.oracle import Case, make_case, make_cases
+from coda_agent.agent.judge.oracle import Case, Source, make_case, make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.agent.judge.structures import structures
+from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
@@ -68,7 +69,13 @@ def check(
     element = next(iter(spec.types.values()), ("bfloat16",))[0]
     tiles = {(p, element): (CONFIG,) for p in programs}
     return check_numerics(
-        spec, programs, tiles, device="cpu", progress=lambda *_: None, run=run, seed=seed, **options
+        Variant.of_all(spec, programs),
+        tiles,
+        device="cpu",
+        progress=lambda *_: None,
+        run=run,
+        seed=seed,
+        **options,
     )
 
 
@@ -277,13 +284,13 @@ def test_a_mean_of_signed_integers_passes_where_the_block_is_no_power_of_two(see
         return {"D": acc, "s": acc}
 
     wide = TileConfig(128, 160, 2, 1, True)
+    spec = written.spec(
+        "D = A @ B.T; return {'D': D, 's': D.float().mean(-1)}",
+        outputs={"D": "[M, N]", "s": "{shape: [M], dtype: float32}"},
+        name="gemm_signed_mean",
+    )
     found = check_numerics(
-        written.spec(
-            "D = A @ B.T; return {'D': D, 's': D.float().mean(-1)}",
-            outputs={"D": "[M, N]", "s": "{shape: [M], dtype: float32}"},
-            name="gemm_signed_mean",
-        ),
-        {"gemm_signed_mean": gemm_signed_mean},
+        Variant.of_all(spec, {"gemm_signed_mean": gemm_signed_mean}),
         {("gemm_signed_mean", "bfloat16"): (CONFIG, wide)},
         device="cpu", progress=lambda *_: None, seed=seed,
     )  # fmt: skip
@@ -317,7 +324,7 @@ def test_fp32_with_one_rounding_is_always_allowed_and_bf16_in_between_never(
 ) -> None:
     spec = spec_of(RESIDUAL)
     sizes = dict(zip("MNK", shape, strict=True))
-    case = make_case(spec, {}, sizes, "bfloat16", "cpu", seed=seed, probes=4)
+    case = Source(spec, {}, sizes, "bfloat16", "cpu", seed).case(probes=4)
     d = (case.inputs["A"].float() @ case.inputs["B"].float().T) + case.inputs["C"]
     outs = {"D": d.bfloat16(), "O": (d * case.inputs["gamma"]).bfloat16(), "s": d.square().mean(1)}
     for o, out in outs.items():
@@ -332,7 +339,7 @@ def test_an_element_near_0_among_large_ones_may_err_as_the_sum_does() -> None:
     kernel = load_kernel(Path(__file__).parents[3] / "generated" / "gemm_symlog")
     tiles = {("gemm_symlog", "float16"): (CONFIG,)}
     report = check_numerics(
-        kernel.spec, kernel.programs, tiles, device="cpu", progress=lambda *_: None,
+        Variant.of_all(kernel.spec, kernel.programs), tiles, device="cpu", progress=lambda *_: None,
         seed=691570001449072930,
     )  # fmt: skip
     assert not report.findings
@@ -354,7 +361,7 @@ def test_a_reformulated_program_passes() -> None:
     tiles = {(RESIDUAL, "float16"): (CONFIG,)}
     programs = {RESIDUAL: gemm_residual_partial_rmsnorm}
     report = check_numerics(
-        spec_of(RESIDUAL), programs, tiles, device="cpu", progress=lambda *_: None
+        Variant.of_all(spec_of(RESIDUAL), programs), tiles, device="cpu", progress=lambda *_: None
     )
     assert not report.findings
 
@@ -370,6 +377,7 @@ def test_zeros_are_no_former_result_where_zeros_were_due() -> None:
         "@epilogue(O=Tile)\ndef k(acc):\n    return {'O': step(-acc * acc)}\n"
     )
     tiles = {("k", "bfloat16"): (CONFIG,)}
-    outcome = check_numerics(made, programs, tiles, device="cpu", progress=lambda *_: None, seed=4)
+    variants = Variant.of_all(made, programs)
+    outcome = check_numerics(variants, tiles, device="cpu", progress=lambda *_: None, seed=4)
     assert "huge value" in outcome.findings[0].message
     assert "former contents" not in outcome.findings[0].message

@@ -12,7 +12,7 @@ import pytest
 from coda_agent.agent.judge.clocks import Span, busy_us
 from coda_agent.agent.judge.records import Clock, Ratio
 from coda_agent.agent.judge.samples import MISS, Samples, different, interval, speedup
-from coda_agent.agent.judge.timing import interleave, steady
+from coda_agent.agent.judge.timing import Contender, interleave, steady
 from coda_agent.primitives.errors import MachineError
 
 
@@ -350,13 +350,12 @@ def test_rounds_are_in_random_order_with_hooks_around_each_call() -> None:
         return run
 
     random.seed(4)
-    interleave(
-        {n: call(n) for n in names},
-        20,
-        before=lambda n, i: log.append((n, "before", i % 20)),
-        after=lambda n, i: log.append((n, "after", i % 20)),
-        gpu=gpu,
-    )
+
+    def said(name: str, what: str) -> Callable[[int], None]:
+        return lambda i: log.append((name, what, i % 20))
+
+    calls = {n: Contender(call(n), said(n, "before"), said(n, "after")) for n in names}
+    interleave(calls, 20, gpu=gpu)
     assert [what for _, what, _ in log] == ["before", "call", "after"] * (3 * 23)
     rounds = [log[9 * r : 9 * r + 9] for r in range(23)]
     assert [{i for *_, i in r} for r in rounds[3:]] == [{i} for i in range(20)]
@@ -472,14 +471,18 @@ def test_a_host_that_waits_for_the_device_has_no_steady_figure() -> None:
 
 def test_steady_streams_come_in_random_order_and_their_last_output_is_looked_at() -> None:
     gpu, log = Gpu(), []
-    calls = {n: lambda i, n=n: (log.append((n, i)), gpu.run(2000)) for n in "abc"}
     seen: list[tuple[str, int]] = []
-    random.seed(4)
     begun: list[tuple[str, int]] = []
-    steady(
-        calls, rounds=20, gpu=gpu, before=lambda n, i: begun.append((n, i)),
-        after=lambda n, i: seen.append((n, i)),
-    )  # fmt: skip
+    calls = {
+        n: Contender(
+            lambda i, n=n: (log.append((n, i)), gpu.run(2000)),
+            lambda i, n=n: begun.append((n, i)),
+            lambda i, n=n: seen.append((n, i)),
+        )
+        for n in "abc"
+    }
+    random.seed(4)
+    steady(calls, rounds=20, gpu=gpu)
     assert begun == [(n, 0) for n, _ in seen]
     assert {i for _, i in seen} == {49} and len(seen) == 60
     orders = {tuple(n for n, _ in seen[3 * r : 3 * r + 3]) for r in range(20)}

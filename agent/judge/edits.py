@@ -1,0 +1,239 @@
+"""Small edits of a program's graph, each with the mistake that it would undo."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from coda_agent.agent.judge.replaying import INFIX, SIGNS, Reading, Replay, shown
+from coda_agent.primitives.graph import Node
+from coda_agent.primitives.operation import OPS
+from coda_agent.primitives.ptx import operation
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import OUTPUT_KINDS
+
+Values = list[Any]
+Changes = dict[Any, Any]
+_NAMED = {"<": "minimum", ">": "maximum", "s": "copysign"}
+# Of one or two arguments, and meant by nobody in the place of another.
+_NEVER = {"neg", "power", "fmod", "atan2", "tan", "trunc", "equal", "rint"}
+_INSERTED = ("absolute", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "log1p", "expm1")
+
+
+class Edit(NamedTuple):
+    """A mistake and what undoes it: from the values of all nodes to changed ones, by place.
+
+    A place is a node's number, a use (node, argument), the output (-1, 0), or the output's name,
+    which gives it another kind. A changed value that is a number of a node is that node's.
+    """
+
+    fault: str
+    text: str
+    changes: Callable[[Values], Changes]
+
+
+def stores(replay: Replay) -> Iterator[Edit]:
+    """Another reduction along the same axis, and pairs stored the wrong way round."""
+    kind = replay.kind
+    for name, other in OUTPUT_KINDS.items() if issubclass(kind, Reduction) else ():
+        if issubclass(other, Reduction) and other.dims == kind.dims and other is not kind:
+            text = f"{replay.o} is a {kind.__name__}: a {name} is due"
+            yield Edit("wrong_statistics", text, lambda v, k=other: {replay.o: k})
+    for i, n in enumerate(replay.graph.nodes):
+        if n.op == "interleave":
+            text = f"even and odd columns of `{replay.read.text(i)}` are swapped"
+            yield Edit("swapped_pair", text, _call(i, n, (1, 0)))
+
+
+def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
+    for i, n in enumerate(graph.nodes):
+        if n.op in ("add", "sub"):
+            other = {"add": "sub", "sub": "add"}[n.op]
+            text = f"`{graph.text(i)}` has the other sign: {INFIX[other]} is due"
+            yield Edit("wrong_sign", text, _call(i, n, op=other))
+        if n.op == "sub":
+            text = f"`{graph.text(i)}` has the other sign"
+            yield Edit("wrong_sign", text, _call(i, n, (1, 0)))
+    for place, i in sites:
+        text = f"`{graph.text(i)}` has the other sign{graph.use(place)}"
+        yield Edit("wrong_sign", text, lambda v, p=place, i=i: {p: -v[i]})
+    subs = [(i, n) for i, n in enumerate(graph.nodes) if n.op in ("add", "sub")]
+    for (i, n), (j, m) in itertools.combinations(subs, 2):  # two signs of a rotation
+        one, two = (_call(k, x, op={"add": "sub", "sub": "add"}[x.op]) for k, x in ((i, n), (j, m)))
+        text = f"`{graph.text(i)}` and `{graph.text(j)}` have the other signs"
+        yield Edit("wrong_sign", text, lambda v, one=one, two=two: {**one(v), **two(v)})
+
+
+def swaps(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
+    """Pairs, operands and arguments in each other's place."""
+    halves = {n.args: i for i, n in nodes if n.op == "odd"}
+    both = [(i, halves[n.args], n.args[0]) for i, n in nodes if n.op == "even" and n.args in halves]
+    for i, j, x in both:
+        text = f"even and odd columns of `{graph.text(x)}` are swapped"
+        yield Edit("swapped_pair", text, lambda v, i=i, j=j: {i: v[j], j: v[i]})
+    if len(both) > 1:
+        text = "even and odd columns are swapped, such as gate and up"
+        changed = [(i, j) for i, j, _ in both]
+        yield Edit(
+            "swapped_pair", text,
+            lambda v: {k: w for i, j in changed for k, w in ((i, v[j]), (j, v[i]))},
+        )  # fmt: skip
+    for (i, n), (j, m) in itertools.combinations(enumerate(graph.nodes), 2):
+        if n.op == m.op == "operand" and n.shape is m.shape:
+            text = f"{n.name} and {m.name} change places"
+            yield Edit("swapped_operands", text, lambda v, i=i, j=j: {i: v[j], j: v[i]})
+    for i, n in nodes:
+        if n.op == "where":
+            text = f"the two values of `{graph.text(i)}` change places"
+            yield Edit("swapped_operands", text, _call(i, n, (0, 2, 1)))
+        elif len(n.args) == 2 and n.op in OPS and not OPS[n.op].commutative and n.op != "sub":
+            text = f"the arguments of `{graph.text(i)}` change places"
+            yield Edit("swapped_operands", text, _call(i, n, (1, 0)))
+
+
+def dropped(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
+    for i, n in nodes:
+        for a in n.args if n.op in OPS else ():
+            w = next((b for b in n.args if b != a), None)
+            other, fault = graph.nodes[a if w is None else w], "extra_term"
+            what = n.op if w is None else graph.text(w)
+            if other.op == "operand" and (w is None or sum(w in m.args for _, m in nodes) > 1):
+                fault = "doubled_operand"
+            elif other.op == "const" and n.op == "mul":
+                fault = "constant_factor"
+            said = "enters twice" if fault == "doubled_operand" else "is too much"
+            text = f"`{what}` {said} in `{graph.text(i)}`: `{graph.text(a)}` is due"
+            yield Edit(fault, text, lambda v, i=i, a=a: {i: a})
+
+
+def operations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
+    """Another operation of as many arguments."""
+    for i, n in nodes:
+        arity = len(n.args)
+        if arity not in (1, 2) or n.op not in OPS:
+            continue
+        for op, known in OPS.items():
+            if known.arity == arity and op != n.op and op not in _NEVER:
+                due = shown(graph, op, n.args, 0)
+                text = f"`{graph.text(i)}` should be `{due}`"
+                yield Edit("wrong_operation", text, _call(i, n, op=op))
+
+
+def inserted(
+    graph: Reading, sites: list[tuple[Any, int]], terms: list[int], fault: str, signs: str
+) -> Iterator[Edit]:
+    """One more term or factor, or a bound: < and > are the smaller and the larger, s gives
+    the sign."""
+    for place, i in sites:
+        for w in terms:
+            if w == i or _at(place) in graph.below(w):
+                continue
+            for sign in signs:
+                op = _NAMED.get(sign) or SIGNS[sign]
+                what, at = graph.text(w), graph.text(i)
+                due = f"{op}({at}, {what})" if sign in _NAMED else f"{at} {sign} {what}"
+                text = f"`{what}` is left out: `{due}` is due{graph.use(place)}"
+                yield Edit(
+                    fault, text,
+                    lambda v, p=place, i=i, w=w, op=op: {p: operation(op).torch(v[i], v[w])},
+                )  # fmt: skip
+
+
+def moved(
+    graph: Reading, nodes: list[tuple[int, Node]], sites: list[tuple[Any, int]]
+) -> Iterator[Edit]:
+    """A factor or a term at another place than it has."""
+    for i, n in nodes:
+        if n.op not in INFIX:
+            continue
+        for k in (0, 1):
+            w = n.args[k]
+            if n.op in ("sub", "div") and k == 0:
+                continue
+            for place, j in sites:
+                at = _at(place)
+                if at == i or j == w or at in graph.below(w):
+                    continue
+                due = f"{graph.text(j)} {INFIX[n.op]} {graph.text(w)}"
+                text = f"`{graph.text(w)}` stands in the wrong place: "
+                text += f"not in `{graph.text(i)}`, but `{due}`{graph.use(place)}"
+                yield Edit("misplaced", text, _move(graph, i, k, place, j))
+
+
+def _move(graph: Reading, i: int, k: int, place: Any, j: int) -> Callable[[Values], Changes]:
+    """Node `i` without its operation by argument `k`, which value `j` gets in a place."""
+    op, args = graph.nodes[i].op, graph.nodes[i].args
+
+    def changes(v: Values) -> Changes:
+        # What comes after the first change is computed from it.
+        moved = _again(graph, v, {i: v[args[1 - k]]})
+        return {i: args[1 - k], place: operation(op).torch(moved[j], moved[args[k]])}
+
+    return changes
+
+
+def wrapped(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
+    """One more operation."""
+    for place, i in sites:
+        for op in _INSERTED:
+            due = f"{op}({graph.text(i)})"
+            text = f"an operation is left out: `{due}` is due{graph.use(place)}"
+            yield Edit(
+                "missing_term", text,
+                lambda v, p=place, i=i, op=op: {p: operation(op).torch(v[i])},
+            )  # fmt: skip
+
+
+def replaced(graph: Reading, sites: list[tuple[Any, int]], others: list[int]) -> Iterator[Edit]:
+    """Another value of the program in a place."""
+    for place, i in sites:
+        for j in others:
+            if j == i or _at(place) in graph.below(j):
+                continue
+            missing, extra = i in graph.below(j), j in graph.below(i)
+            name = graph.nodes[j].op == "operand"
+            fault = "missing_operand" if name else "missing_term" if missing else "extra_term"
+            fault = fault if missing or extra or name else "wrong_operation"
+            text = f"`{graph.text(j)}` is due where `{graph.text(i)}` stands"
+            yield Edit(fault, text + graph.use(place), lambda v, p=place, j=j: {p: v[j]})
+
+
+def activations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
+    """A function of one argument in the place of a composed one."""
+    known = {op: known.torch for op, known in OPS.items() if known.arity == 1}
+    known |= {
+        "relu": lambda x: x.clamp_min(0.0),
+        "silu": lambda x: x * x.sigmoid(),
+        "square": lambda x: x * x,
+    }
+    for i, n in nodes:
+        for a in sorted(graph.below(i) - {i}, reverse=True) if n.args else ():
+            for op, function in known.items() if graph.nodes[a].op != "const" else ():
+                text = f"`{graph.text(i)}` should be `{op}({graph.text(a)})`"
+                yield Edit("wrong_operation", text, lambda v, i=i, a=a, f=function: {i: f(v[a])})
+
+
+def _call(
+    i: int, n: Node, order: tuple[int, ...] | None = None, op: str = ""
+) -> Callable[[Values], Changes]:
+    """Node `i` with its arguments in another order, or another operation of them."""
+    args = [n.args[k] for k in order] if order else n.args
+    return lambda v: {i: operation(op or n.op).torch(*(v[a] for a in args))}
+
+
+def _again(graph: Reading, values: Values, changed: dict[int, Any]) -> Values:
+    """All values, with some changed ones."""
+    found, moved = list(values), set(changed)
+    for i, n in enumerate(graph.nodes):
+        if i in changed:
+            found[i] = changed[i]
+        elif moved.intersection(n.args):
+            found[i] = operation(n.op).torch(*(found[a] for a in n.args))
+            moved.add(i)
+    return found
+
+
+def _at(place: Any) -> int:
+    """Give the node of a place; -1 of the output."""
+    return place if isinstance(place, int) else place[0]
