@@ -126,11 +126,10 @@ def drive(bench: Workbench, work: Work[T]) -> T:
 def judge_proposal(bench: Workbench, proposal: Proposal) -> Verdict:
     """Judge a candidate before the gates of its check."""
     check = proposal.check
+    terms = judge.Terms(_DEVICE.get(check, bench.state.device), CHECKED.get(check, GATES))
     bench.verdict = judge.judge_candidate(
-        bench.spec, proposal.text, execution.executor(),
-        device=_DEVICE.get(check, bench.state.device), gates=CHECKED.get(check, GATES),
-        observer=bench.log.observer,
-    )  # fmt: skip
+        bench.spec, proposal.text, execution.executor(), terms=terms, observer=bench.log.observer
+    )
     bench.log.verdict(bench.verdict, check)
     return bench.verdict
 

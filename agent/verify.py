@@ -4,7 +4,7 @@ from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
 from coda_agent.agent.device import Device
-from coda_agent.agent.judge import Observer
+from coda_agent.agent.judge import Observer, Verdict
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.log import RunLog, short_run
 from coda_agent.agent.pipeline import Outcome
@@ -52,12 +52,7 @@ def verify(
         )
     run = workspace.new_run("verify", kernel)
     with short_run(run, observer, "verify", kernel) as log:
-        _keep(log, spec, text)
-        verdict = judge.judge_candidate(
-            spec, text, execution.executor(),
-            device=device, observer=log.observer, known=stored.tuned,
-        )  # fmt: skip
-        log.verdict(verdict, "verify")
+        verdict = _judged(log, spec, text, judge.Terms(device, known=stored.tuned))
         sha: str | None = None
         level = verdict.level
         if commit:
@@ -70,27 +65,18 @@ def verify(
     )  # fmt: skip
 
 
-def judge_only(
-    log: RunLog,
-    spec: Spec,
-    text: str,
-    *,
-    device: Device,
-    gates: tuple[str, ...],
-    seed: int | None,
-) -> Outcome:
-    """Judge a text before some gates; store nothing but the run."""
-    _keep(log, spec, text)
-    verdict = judge.judge_candidate(
-        spec, text, execution.executor(),
-        device=device, gates=gates, observer=log.observer, seed=seed,
-    )  # fmt: skip
-    log.verdict(verdict, str(log.state.kind))
+def judge_only(log: RunLog, spec: Spec, text: str, terms: judge.Terms) -> Outcome:
+    """Judge a text on some terms; store nothing but the run."""
+    verdict = _judged(log, spec, text, terms)
     level = verdict.level if verdict.passed else None
     return Outcome(spec.name, verdict.passed, level, None, None, None, log.folder, verdict)
 
 
-def _keep(log: RunLog, spec: Spec, text: str) -> None:
-    """Write spec and candidate into the run, before anything is judged."""
+def _judged(log: RunLog, spec: Spec, text: str, terms: judge.Terms) -> Verdict:
+    """Write spec and candidate into the run before anything is judged; then judge."""
     (log.folder / "spec.md").write_text(spec.text, "utf-8")
     log.candidate(text)
+    executor = execution.executor()
+    verdict = judge.judge_candidate(spec, text, executor, terms=terms, observer=log.observer)
+    log.verdict(verdict, str(log.state.kind))
+    return verdict

@@ -19,6 +19,7 @@ from coda_agent.agent.cli.options import (
 )
 from coda_agent.agent.cli.report import judged, progress, quiet, reported
 from coda_agent.agent.cli.spec import about, line
+from coda_agent.agent.judge import Terms
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.log import short_run
 from coda_agent.agent.reply import Reply
@@ -67,7 +68,8 @@ def check(
     text, found = targets.program(target, spec)
     run = targets.new_run("check", found.name)
     with progress() as observer, short_run(run, observer, "check", found.name) as log:
-        outcome = verification.judge_only(log, found, text, device=device, gates=gates, seed=seed)
+        terms = Terms(device, gates, seed=seed)
+        outcome = verification.judge_only(log, found, text, terms)
     return judged(outcome)
 
 

@@ -22,12 +22,13 @@ from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
     Finding,
     GateResult,
+    Terms,
     Verdict,
-    _Walk,
     compile_gate,
     judge_candidate,
     meaning,
     tune_candidate,
+    verdict_of,
 )
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import (
@@ -37,6 +38,7 @@ from coda_agent.agent.judge.records import (
     PerformanceReport,
 )
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.agent.judge.walk import Walk
 from coda_agent.agent.pipeline import Outcome
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.tiles import SM90_CONFIGS
@@ -69,26 +71,23 @@ RIGHT = candidate("d = acc * r", "gate, up = pairs(d)", 'return {"D": d, "O": sw
 def test_only_a_candidate_that_passed_every_gate_has_a_level(
     spec: Spec, missed: str | None
 ) -> None:
-    walk = _Walk(
-        spec,
-        RIGHT,
-        SimpleNamespace(environment=lambda device: {"device": device}),  # type: ignore
-        device.Gpu("GPU-1", "H200", "9.0"),
-        lambda *_: None,
-        [],
-    )
+    gpu = device.Gpu("GPU-1", "H200", "9.0")
+    where: Any = SimpleNamespace(environment=lambda device: {"device": device}, gpu=lambda: gpu)
+    walk = Walk(spec, RIGHT, where, Terms(), lambda *_: None)
     for name in ("static", "compile", "numerics", "performance"):
         walk.results.append(GateResult(name=name, passed=name != missed))
         if name == missed:
             break
-    verdict = walk.verdict()
+    verdict = verdict_of(walk)
     assert verdict.passed is (missed is None)
     assert verdict.level == (None if missed else "accepted")
 
 
 def judge(spec: Spec, text: str, **options: Any) -> Verdict:
+    observer = options.pop("observer", lambda *_: None)
     options.setdefault("gates", ("static", "compile", "numerics"))
-    return judge_candidate(spec, text, executor(), device="cpu", types=["bfloat16"], **options)
+    terms = Terms("cpu", types=["bfloat16"], **options)
+    return judge_candidate(spec, text, executor(), terms=terms, observer=observer)
 
 
 def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> None:
@@ -358,7 +357,7 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     spec: Spec, scripted: Path
 ) -> None:
     (scripted / "script.json").write_text('{"128x160": "illegal address"}')
-    verdict = judge_candidate(spec, RIGHT, executor(), types=["bfloat16"])
+    verdict = judge_candidate(spec, RIGHT, executor(), terms=Terms(types=["bfloat16"]))
     assert verdict.passed and verdict.level == "accepted"
     assert verdict.environment["device"] == "cuda"
     numerics, performance = verdict.report(NumericsReport), verdict.report(PerformanceReport)
@@ -373,7 +372,8 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     line = TunedShape(m=8, n=16, k=32, config=SM90_CONFIGS[0], median_us=1.0)
     best = {"bfloat16": (line,)}
     assert verdict.tuned == {"Fake GPU": best}
-    alone = judge_candidate(spec, RIGHT, executor(), types=["bfloat16"], tiles=SM90_CONFIGS[:1])
+    one = Terms(types=["bfloat16"], tiles=SM90_CONFIGS[:1])
+    alone = judge_candidate(spec, RIGHT, executor(), terms=one)
     compiled = alone.report(CompileReport)
     assert compiled
     assert {k.tile for k in compiled.kernels if k.arch == "sm_90a"} == {SM90_CONFIGS[0].label}
@@ -387,7 +387,8 @@ def test_on_a_gpu_a_fault_of_the_default_tile_refuses_the_candidate(
     spec: Spec, scripted: Path
 ) -> None:
     (scripted / "script.json").write_text('{"128x128": "illegal address"}')
-    verdict = judge_candidate(spec, RIGHT, executor(), device="cuda", types=["bfloat16"])
+    terms = Terms("cuda", types=["bfloat16"])
+    verdict = judge_candidate(spec, RIGHT, executor(), terms=terms)
     assert not verdict.passed and verdict.level is None
     assert [g.name for g in verdict.gates] == ["static", "compile", "numerics"]
     assert verdict.gates[2].findings[0].where["tile"] == SM90_CONFIGS[0].label
@@ -401,4 +402,4 @@ def test_demanding_a_gpu_where_there_is_none_is_one_clear_error(spec: Spec) -> N
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(MachineError, match="needs a Hopper GPU"):
-        judge_candidate(spec, RIGHT, executor(), device="cuda")
+        judge_candidate(spec, RIGHT, executor(), terms=Terms("cuda"))

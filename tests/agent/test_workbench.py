@@ -177,7 +177,7 @@ def test_what_a_stronger_check_found_does_not_refuse_a_weaker_one(
             name="numerics", passed=False, version=VERSIONS["numerics"],
             findings=[judge.Finding(message="no")],
         )  # fmt: skip
-        if "performance" in options["gates"]:
+        if "performance" in options["terms"].gates:
             verdict = verdict.model_copy(
                 update={"gates": [*verdict.gates[:2], failed], "passed": False, "level": None}
             )

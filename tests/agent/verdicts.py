@@ -1,11 +1,12 @@
 """Verdicts without a GPU: the walk from a spec to one, and one for tests of what follows it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from coda_agent.agent import pipeline
 from coda_agent.agent.authors.composer import Composer
-from coda_agent.agent.judge import GateResult, Verdict, judge_candidate
+from coda_agent.agent.judge import GateResult, Terms, Verdict, judge_candidate
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.numerics import check_numerics
@@ -51,13 +52,11 @@ def call(bench: Workbench, name: str, given: object) -> Result:
     return pipeline.drive(bench, bench.call(name, given))
 
 
-def quick_judge(
-    spec: Spec, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
-) -> Verdict:
+def quick_judge(spec: Spec, text: str, executor: Any, *, terms: Terms, **options: Any) -> Verdict:
     """The judge's real static gate; what passes it is taken for proved."""
-    options["device"] = "cpu"
-    verdict = judge_candidate(spec, text, executor, gates=("static",), **options)
-    if verdict.passed and "numerics" in gates:
+    static = replace(terms, device="cpu", gates=("static",))
+    verdict = judge_candidate(spec, text, executor, terms=static, **options)
+    if verdict.passed and "numerics" in terms.gates:
         names = ("compile", "numerics")
         more = [GateResult(name=n, passed=True, version=VERSIONS[n]) for n in names]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})

@@ -10,7 +10,7 @@ from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude import model_named
 from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.events import Event
-from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge import GateResult, Terms, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
 from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.log import read_events
@@ -23,14 +23,12 @@ RIGHT = (SPECS.parent / "generated" / "gemm_swiglu" / "kernel.py").read_text()
 WRONG = "import os\n" + RIGHT
 
 
-def quick_judge(
-    spec: Any, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
-) -> Verdict:
+def quick_judge(spec: Any, text: str, executor: Any, *, terms: Terms, **options: Any) -> Verdict:
     """The judge's real static gate; what passes it is taken for proved. The other gates take half
     a minute, and are not what these tests are about."""
-    options["device"] = "cpu"
-    verdict = whole_judge(spec, text, executor, gates=("static",), **options)
-    if verdict.passed and "numerics" in gates:
+    static = replace(terms, device="cpu", gates=("static",))
+    verdict = whole_judge(spec, text, executor, terms=static, **options)
+    if verdict.passed and "numerics" in terms.gates:
         names = ("compile", "numerics")
         more = [GateResult(name=name, passed=True, version=VERSIONS[name]) for name in names]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from coda_agent.agent.execution.local import Local
-from coda_agent.agent.judge import GateResult, _Walk
+from coda_agent.agent.judge import GateResult, Terms
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.imported import check_imported, imported
+from coda_agent.agent.judge.walk import Walk
 from coda_agent.primitives import (
     ColIndex,
     ColVector,
@@ -90,7 +91,7 @@ def test_another_type_than_declared_is_found(spec: Spec) -> None:
 
 
 def test_a_verdict_ends_with_the_call(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    walk = _Walk(spec, "", Local(), None, lambda *_: None, spec.elements)
+    walk = Walk(spec, "", Local(), Terms("cpu"), lambda *_: None)
     walk.programs = {"gemm_rmsnorm": gemm_rmsnorm}
     right = GateResult(name="numerics", passed=True)
     walk._numerics(right)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coda_agent.agent.execution import executor
-from coda_agent.agent.judge import judge_candidate
+from coda_agent.agent.judge import Terms, judge_candidate
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.demos.own_instruction import own_instruction
 from coda_agent.primitives import Program, Tile, epilogue, ptx
@@ -127,9 +127,8 @@ def test_the_judge_refuses_them_before_it_compiles() -> None:
     text = kernel.replace("copysign.f32 $0, $2, $1;", "mov.f32 $0, $1;")
     assert text != kernel
     spec = load_spec(ROOT / "specs" / "gemm_symlog.md")
-    verdict = judge_candidate(
-        spec, text, executor(), device="cpu", gates=("static", "compile", "numerics")
-    )
+    terms = Terms("cpu", ("static", "compile", "numerics"))
+    verdict = judge_candidate(spec, text, executor(), terms=terms)
     assert not verdict.passed and verdict.level is None
     *_, gate = verdict.gates
     assert gate.name == "compile" and gate.data is None
