@@ -1,4 +1,4 @@
-"""The judge: four gates in order, the first failure ends the trial. An author cannot touch it."""
+"""The judge: four gates in order; the first failure ends the trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def judge_candidate(
     """Judge a candidate's text against a spec.
 
     Args:
-        spec: The spec.
         text: The candidate, a complete kernel.py.
         executor: What carries out the gates' jobs.
         terms: Gates, device and what else there is to choose.
@@ -53,7 +52,7 @@ def tune_candidate(
     observer: Observer = lambda *_: None,
     tiles: Collection[TileConfig] | None = None,
 ) -> dict[str, Tuned]:
-    """Find the fastest right configurations of the default program at the bench shapes.
+    """Find the default program's fastest right configurations at the bench shapes.
 
     They are found for each element type; of `tiles`, or of all that suit.
 
@@ -71,7 +70,7 @@ def tune_candidate(
 def survey_candidate(
     spec: Spec, text: str, executor: Executor, *, observer: Observer = lambda *_: None
 ) -> Survey:
-    """Time the default program's right configurations at the bench shapes, in the first type.
+    """Time the default program's right configurations, in the first element type.
 
     Raises:
         MachineError: no Hopper GPU is usable.

@@ -34,7 +34,7 @@ _STEP, _SMOOTH = 2.0**-7, 0.4
 def approximation(
     variant: Variant, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor
 ) -> Mistake | None:
-    """Say that an output approximates the truth, or None; all of it in float64."""
+    """Say that an output in float64 approximates the truth, or None."""
     spec, program = variant.spec, variant.program
     difference = out - truth
     there = (difference != 0) & truth.isfinite()
@@ -58,7 +58,7 @@ def approximation(
 
 
 def _lacking(spec: Spec, program: Program) -> Iterator[str]:
-    """What the reference calls, as a program would write it, and this program has not."""
+    """List what the reference calls and the program lacks, as written."""
     used = {word for node in program.graph.nodes for word in re.findall(r"\w+", node.op[:20])}
     called = re.findall(r"(?<!math\.)\b([a-z]\w{2,})\(", spec.reference_source)
     for word in dict.fromkeys(called):

@@ -1,4 +1,4 @@
-"""What a kernel is timed against: a bare cuBLAS product, and the reference under torch.compile."""
+"""Contenders of a kernel: a bare cuBLAS product, and torch.compile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def prepare(spec: Spec, elements: Sequence[str]) -> None:
-    """Compile what the default program is timed against, which takes seconds a shape; it
-    stays compiled while the process lives."""
-
+    """Compile what the default program is timed against, for this process."""
     binding = spec.bindings()[0]
     call = compiled_reference(spec, binding)
     with recompiling():
@@ -28,15 +26,14 @@ def prepare(spec: Spec, elements: Sequence[str]) -> None:
 
 
 def compiled_reference(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
-    """What a user would run, under torch.compile."""
+    """Give what a user would run, under torch.compile."""
     import torch
 
     return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
 
 
 def given_by_user(spec: Spec, inputs: Inputs, binding: Mapping[str, str]) -> Inputs:
-    """Inputs as a user has them: in the spec's own layout, in their own memory."""
-
+    """Lay inputs out as a user has them, in their own memory."""
     if spec.layout is None:
         return inputs
     return {
@@ -46,17 +43,17 @@ def given_by_user(spec: Spec, inputs: Inputs, binding: Mapping[str, str]) -> Inp
 
 
 def recompiling() -> AbstractContextManager[None]:
-    """Let torch.compile compile as often as needed. By default it compiles a function eight times
-    in a process, and then runs it uncompiled without a word."""
+    """Let torch.compile compile as often as needed."""
     from torch._dynamo import config
 
+    # Else it compiles a function eight times in a process, and then runs it without a word.
     return config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
 
 
 def bare_gemm(
     a: torch.Tensor, b: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """cuBLAS's product of operands like `a` (M, K) and `b` (N, K).
+    """Make cuBLAS's product of operands like `a` (M, K), `b` (N, K).
 
     It goes into one buffer where torch's binding takes one. FP8 operands give bfloat16, with unit
     scales and fast accumulation.

@@ -1,4 +1,4 @@
-"""A GPU's clocks: events, the host's, and kernels as CUPTI saw them; and what keeps it busy."""
+"""A GPU's clocks, and what keeps it busy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DeviceClock:
         return time.perf_counter_ns() / 1e3
 
     def mark(self) -> torch.cuda.Event:
-        """An event, recorded on the current stream."""
+        """Record an event on the current stream."""
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -70,7 +70,7 @@ class DeviceClock:
         time.sleep(seconds)
 
     def settle(self) -> None:
-        """Nothing runs, nothing is pinned in the cache."""
+        """Wait until nothing runs, with nothing pinned in the cache."""
         if self._driver is not None:
             self._driver.cuCtxResetPersistingL2Cache()
         self._cuda.synchronize()
@@ -83,11 +83,11 @@ class DeviceClock:
             self._scratch.zero_()
 
     def spin(self, time_us: float = 100.0) -> None:
-        """A kernel known by its name, of about so long: an H200's clock is 1.98 GHz at most."""
-        self._cuda._sleep(int(2000 * time_us))
+        """Launch a kernel known by its name, of about so long."""
+        self._cuda._sleep(int(2000 * time_us))  # an H200's clock is 1.98 GHz at most
 
     def trace(self, body: Callable[[], None]) -> list[Span]:
-        """What ran on the device while `body` did; nothing where CUPTI cannot be had."""
+        """List what ran on the device in `body`, if CUPTI says."""
         from torch.profiler import DeviceType, ProfilerActivity, profile, supported_activities
 
         if ProfilerActivity.CUDA not in supported_activities():
@@ -103,7 +103,7 @@ class DeviceClock:
 
 
 def busy_us(spans: Sequence[Span]) -> float:
-    """How long any of the spans ran."""
+    """Measure how long any of the spans ran."""
     total, until = 0.0, -math.inf
     for span in sorted(spans, key=lambda s: s.start_us):
         total += max(0.0, span.end_us - max(span.start_us, until))

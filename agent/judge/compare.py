@@ -56,9 +56,6 @@ class Errors:
     tile: float
     element: float = 0.0
 
-    def to_dict(self) -> dict[str, float]:
-        return {"norm": self.norm, "tile": self.tile, "element": self.element}
-
 
 def measure(
     out: torch.Tensor,
@@ -66,12 +63,11 @@ def measure(
     allowed: torch.Tensor | None = None,
     rounding: torch.Tensor | None = None,
 ) -> Errors:
-    """Errors of `out` (M,) or (M, N) against float64 `truth`; infinite where `out` is not finite
-    and the truth is, or the reverse.
+    """Measure `out` (M,) or (M, N) against float64 `truth`.
+
+    Errors are infinite where `out` is not finite and the truth is, or the reverse.
 
     Args:
-        out: What is measured.
-        truth: What it should be.
         allowed: What each element may err.
         rounding: What storing each element may err; tiles are measured beyond it, since in a
             corner tile of few elements the rounding of one may be most of the error.
@@ -85,7 +81,7 @@ def distances(
     allowed: torch.Tensor | None = None,
     rounding: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The three numbers of `measure`, (3,) float64 on the device, without waiting for it."""
+    """Give the numbers of `measure`, (3,) float64, without waiting for the device."""
     import torch
 
     out = out.double()
@@ -116,14 +112,14 @@ def distances(
 
 
 def few_wrong(out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | None) -> bool:
-    """Whether so few elements are further off than is allowed that jumps may be the reason."""
+    """Whether so few elements are wrong that jumps may be the reason."""
     off = (out.double() - truth).abs()
     wrong = off > (0.0 if allowed is None else allowed)
     return int(wrong.sum()) <= max(_FEW, wrong.numel() >> 2)
 
 
 def unit_of(dtype: torch.dtype) -> float:
-    """The largest relative error of storing a number in `dtype`.
+    """Give the largest relative error of storing a number in `dtype`.
 
     float32 counts as 2⁻¹⁵: sums of tensor cores are cut off, not rounded, and that adds up over a
     row.
@@ -136,7 +132,7 @@ def unit_of(dtype: torch.dtype) -> float:
 def store_rounding(
     truth: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What storing each element of an exact output, (M,) or (M, N), in `dtype` may err.
+    """Bound what storing elements, (M,) or (M, N), in `dtype` may err.
 
     An output that is added in place to what `added_to` holds rounds the addend by itself too.
     """
@@ -145,8 +141,7 @@ def store_rounding(
 
 
 def addend_rounding(truth: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor) -> float:
-    """What rounding the addend of an output, (M,) or (M, N), to `dtype` may err, as a share of the
-    output's norm."""
+    """Bound what an addend's rounding may err of the norm."""
     addend = store_rounding(truth, dtype, added_to) - store_rounding(truth, dtype)
     return float(addend.norm() / truth.nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-300))
 
@@ -157,14 +152,13 @@ def allowance(
     disturbed: Sequence[torch.Tensor],
     added_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What each element of an output may differ from float64 `truth`, (M,) or (M, N).
+    """Bound each element's difference from float64 `truth`, (M,) or (M, N).
 
     That is the rounding of the store, and `SAFETY` times the largest disturbance of the element and
     its neighbours. An element's own disturbances may happen to cancel; those of all neighbours do
     not.
 
     Args:
-        truth: The exact output.
         dtype: What it is stored in.
         disturbed: The same output of reference runs with disturbed arithmetic.
         added_to: What the output is added to in place.
@@ -178,8 +172,7 @@ def allowance(
 
 
 def largest_change(truth: torch.Tensor, disturbed: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far the disturbed runs of an output move each element at most; 0 where one is not
-    finite."""
+    """Find how far disturbed runs move each element, 0 where not finite."""
     import torch
 
     noise = torch.zeros_like(truth)
@@ -189,7 +182,7 @@ def largest_change(truth: torch.Tensor, disturbed: Sequence[torch.Tensor]) -> to
 
 
 def _spread(noise: torch.Tensor) -> torch.Tensor:
-    """The largest of each block of neighbours, at all of them."""
+    """Spread the largest of each block of neighbours to all."""
     import torch
 
     block = _NEIGHBOURS if noise.ndim == 2 else (1, _RUN)
@@ -201,8 +194,7 @@ def _spread(noise: torch.Tensor) -> torch.Tensor:
 
 
 def bound(torch_error: Errors, dtype: str, multiple: float, addend: float = 0.0) -> Errors:
-    """What a candidate may err: a multiple of PyTorch's own error on the same inputs, and never
-    less than the dtype's floor.
+    """Bound a candidate's error: a multiple of PyTorch's own, or a floor.
 
     Args:
         torch_error: PyTorch's own error.
@@ -222,7 +214,7 @@ def bound(torch_error: Errors, dtype: str, multiple: float, addend: float = 0.0)
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits (torch.equal knows no 8-bit floats, and no NaN)."""
+    """Whether two tensors hold the same bits."""
     import torch
 
     def bits(value: torch.Tensor) -> torch.Tensor:
@@ -231,7 +223,7 @@ def same(x: torch.Tensor, y: torch.Tensor) -> bool:
             value = value.clone(memory_format=torch.contiguous_format)
         return value.view(torch.uint8)
 
-    return torch.equal(bits(x), bits(y))
+    return torch.equal(bits(x), bits(y))  # which knows no 8-bit floats itself, and no NaN
 
 
 def within(errors: Errors, limit: Errors) -> bool:

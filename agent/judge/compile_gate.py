@@ -1,5 +1,4 @@
-"""Gate 2: does every program compile, for which architectures, and at what cost in registers and
-shared memory?"""
+"""Gate 2: which architectures does each program compile for, at what cost?"""
 
 from __future__ import annotations
 
@@ -44,9 +43,10 @@ _STORES = {name: kind.instruction for name, kind in OUTPUT_KINDS.items() if kind
 
 
 def lacking(job: CompileJob, found: Mapping[str, int]) -> str:
-    """What an object's instructions do not show of what its job declares: tensor-core products of
-    the operands' type and of no other, loads and stores of tiles by TMA. Empty where all is there.
-    The object of an unfused form is its elementwise kernel, which shows neither.
+    """Say what an object's instructions lack of what its job declares.
+
+    Declared are tensor-core products of the operands' type and of no other, and loads and stores of
+    tiles by TMA. The object of an unfused form is its elementwise kernel, which shows neither.
 
     Args:
         job: The compile job.
@@ -74,7 +74,7 @@ def jobs_for(
     shapes: Iterable[tuple[int, int, int]] | None = None,
     among: Collection[TileConfig] | None = None,
 ) -> list[CompileJob]:
-    """List the compile jobs of a candidate: each program on sm_90a in every element type.
+    """List a candidate's compile jobs: each program in every element type.
 
     With `newer` there is one for each of `NEWER`, too. Without `shapes` the tile is the default
     one. With them it is every one that a tuner may pick for these, of those in `among` if given;
@@ -106,7 +106,7 @@ def jobs_for(
 def _tables(
     spec: Spec, program: Program, binding: Mapping[str, str]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Extents of a program's tables that its benchmark and its checks have, one of each code."""
+    """List extents of a program's tables, one for each code."""
     found = dict[tuple[int, ...], dict[str, tuple[int, ...]]]()
     kinds = {o: kind for o, kind in program.operands.items() if issubclass(kind, Table)}
     for sizes in (*reversed(spec.bench_shapes), *spec.check_shapes) if kinds else ():
@@ -132,7 +132,7 @@ def check_signature(spec: Spec, programs: Mapping[str, Program]) -> list[Finding
 def _signature_faults(
     spec: Spec, binding: Mapping[str, str], program: Program
 ) -> Iterator[tuple[str, str]]:
-    """Names that are not the spec's, each with a hint."""
+    """Find names that are not the spec's, each with a hint."""
     updated = spec.updated(binding)
     wanted = [i for i in spec.inputs if i not in (*spec.gemm, *updated.values())]
     added = [program.accumulated] if program.accumulated else []
@@ -157,7 +157,7 @@ def _signature_faults(
 def _tensor_faults(
     spec: Spec, binding: Mapping[str, str], program: Program
 ) -> Iterator[tuple[str, str]]:
-    """Tensors of another shape, or of a type that their kind is not made for."""
+    """Find tensors of another shape or type than their kind's."""
     m, n, _ = spec.gemm_dims
     for name, kind in {**program.operands, **program.outputs}.items():
         if name not in spec.inputs and name not in spec.outputs:
@@ -177,7 +177,7 @@ def _tensor_faults(
 
 
 def _group_faults(spec: Spec, program: Program) -> Iterator[tuple[str, str]]:
-    """A group that columns of a check shape do not fill, where torch would raise."""
+    """Find a group that a check shape's columns do not fill."""
     _, n, _ = spec.gemm_dims
     for sizes in spec.check_shapes:
         if program.group and sizes[n] % program.group:
@@ -192,7 +192,7 @@ def _group_faults(spec: Spec, program: Program) -> Iterator[tuple[str, str]]:
 def compile_all(
     executor: Executor, jobs: Sequence[CompileJob], progress: Progress
 ) -> tuple[list[Finding], list[CompiledKernel]]:
-    """Run the jobs; a finding for each failure at a default configuration, and a report of each.
+    """Run the jobs; report each, and find what fails at default tiles.
 
     A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the
     default one. Jobs that have a tile again, for transposed operands and other tables, report none.

@@ -5,8 +5,8 @@
 - Others run the exact reference on changed inputs: an operand left out or read along the other
   axis, a K tail of zeros, a rounded product. That covers any epilogue, since the reference carries
   its nonlinearities.
-- The prediction that explains most of the difference wins, and its share is the confidence. Among
-  equals the simpler one wins, which is tried first.
+- The prediction that explains most of the difference wins. Among equals the simpler one wins, which
+  is tried first.
 """
 
 from __future__ import annotations
@@ -70,20 +70,18 @@ class Diagnosis:
             tile's coordinates; parity where only even or odd columns are wrong; there, the inputs
             of the worst element by name, `acc` and what its columns read; rows, a few neighbours
             as [row, got, expected].
-        confidence: Share of the squared difference that the fault explains, 0 to 1.
     """
 
     fault: str
     text: str
     where: JsonObject
-    confidence: float
 
 
 def diagnose_meaning(
     variant: Variant, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor,
     others: Iterable[Inputs],
 ) -> Diagnosis:  # fmt: skip
-    """Diagnose an output in float64, where nothing rounds: the program itself is wrong.
+    """Diagnose an output in float64: the program itself is wrong.
 
     Args:
         variant: The program, whose output is wrong by what it says.
@@ -108,7 +106,7 @@ def diagnose_stored(
     variant: Variant, case: Case, o: str, runs: tuple[torch.Tensor, torch.Tensor],
     tile: tuple[int, int],
 ) -> Diagnosis:  # fmt: skip
-    """Diagnose an output as it is stored, of a program that means the right thing.
+    """Diagnose a stored output of a program that means the right thing.
 
     Args:
         variant: The program, which may lose digits.
@@ -135,7 +133,7 @@ def _origin(variant: Variant, inputs: Inputs, o: str) -> Origin:
 def read_at(
     spec: Spec, program: Program, inputs: Inputs, out: torch.Tensor, place: tuple[int, ...]
 ) -> Iterable[tuple[str, float | list[float]]]:
-    """Give what a program reads at the element `place` of an output, by name."""
+    """Give what a program reads at an element, by name."""
     a, b = spec.gemm
     origin = Origin(inputs, (a, b), lambda _: out, is_paired(program))
     about = WrongOutput(out, out.double(), origin)
@@ -144,29 +142,29 @@ def read_at(
 
 def _named(about: WrongOutput, found: Mistake) -> Diagnosis:
     lost = ~about.out.isfinite() & about.truth.isfinite()
-    return _answer(about, found.fault, found.text, 1.0, about.wrong | lost)
+    return _answer(about, found.fault, found.text, about.wrong | lost)
 
 
 def diagnose(about: WrongOutput, again: torch.Tensor) -> Diagnosis:
-    """Name the most likely fault of an output, of which `again` is a second run."""
+    """Name the most likely fault, given what a second run gave."""
     out, truth, second = about.out, about.truth, again.double().reshape(about.out.shape)
     moved = (second != out) & ~(second.isnan() & out.isnan())
     if moved.any():
         text = f"{about.region(moved)} differs between two runs on the same inputs"
-        return _answer(about, "race", text, 1.0, moved)
+        return _answer(about, "race", text, moved)
     nan = out.isnan() & ~truth.isnan()
     if nan.any():
         text = f"{about.region(nan)} is NaN or was never written"
-        return _answer(about, "unwritten", text, 1.0, nan)
+        return _answer(about, "unwritten", text, nan)
     lost = ~truth.isfinite() & ~((out == truth) | out.isnan())
     if lost.any():
         text = "NaN or an infinity of the inputs does not reach it"
-        return _answer(about, "wrong_function", text, 1.0, lost)
+        return _answer(about, "wrong_function", text, lost)
     empty = about.wrong & (out == 0)
     most = int(empty.sum()) > 0.95 * int(about.wrong.sum())
     if most and not about.subtle and not about.exact:
         text = f"{about.region(empty)} is zero: never written, or its partial was lost"
-        return _answer(about, "unwritten", text, 1.0, empty)
+        return _answer(about, "unwritten", text, empty)
     best, share = None, 0.0
     suspects = itertools.chain(structural(about), counterfactual(about))
     for suspect in suspects if truth.numel() >= _FEW else ():
@@ -179,16 +177,15 @@ def diagnose(about: WrongOutput, again: torch.Tensor) -> Diagnosis:
     # A factor must explain nearly all: any statistic is roughly another times something.
     claim = _CLAIM_FACTOR if best and best.fault == "constant_factor" else _CLAIM
     if best and share >= (_CLAIM_EXACT if about.exact else claim):
-        return _answer(about, best.fault, best.text, share, about.wrong)
-    return _answer(about, *_leftover(about), 1.0 - share, about.wrong)
+        return _answer(about, best.fault, best.text, about.wrong)
+    return _answer(about, *_leftover(about), about.wrong)
 
 
 def _explained(about: WrongOutput, suspect: Suspect) -> float:
-    """Find the share of the squared difference that the suspect explains. A difference beyond three
-    times the median counts as that much, so that no few elements decide."""
+    """Find the share of the squared difference that the suspect explains."""
     wrong, out, difference = (t[suspect.rows] for t in (about.wrong, about.out, about.difference))
     size = difference[wrong].abs()
-    cap = 3 * size.median()
+    cap = 3 * size.median()  # so that no few elements decide
     left = (out - suspect.predicted)[wrong].abs().minimum(cap).square().sum()
     share = 1 - float(left / size.minimum(cap).square().sum().clamp_min(1e-300))
     return share if share == share else 0.0
@@ -222,8 +219,5 @@ def _leftover(about: WrongOutput) -> tuple[str, str]:
     )
 
 
-def _answer(
-    about: WrongOutput, fault: str, text: str, confidence: float, mask: torch.Tensor
-) -> Diagnosis:
-    share = round(max(0.0, min(1.0, confidence)), 3)
-    return Diagnosis(fault, text, about.where(fault, mask), share)
+def _answer(about: WrongOutput, fault: str, text: str, mask: torch.Tensor) -> Diagnosis:
+    return Diagnosis(fault, text, about.where(fault, mask))

@@ -1,4 +1,4 @@
-"""What the errors of a GPU's arithmetic do to a reference: each of its operations is disturbed.
+"""What the errors of a GPU's arithmetic do to a reference.
 
 The reference runs in float64, and each result is moved by what the same operation may err on a GPU.
 How far an output then moves says how much a right kernel may differ there.
@@ -59,20 +59,20 @@ _POOL = 1 << 16
 
 @lru_cache(maxsize=1)
 def errors() -> dict[str, str]:
-    """`Op.error` by the name of a function of torch."""
+    """List `Op.error` by the name of a function of torch."""
     return _COMPOSED | {x: op.error for op in OPS.values() for x in (op.name, *op.aten)}
 
 
 def approximations_shaken(function: object, args: Sequence[Any], result: Any) -> Any:
-    """`run_reference`'s `touch` that moves what a GPU approximates, visibly, and nothing else."""
+    """Move what a GPU approximates, visibly, as a reference's `touch`."""
     approximated = errors().get(getattr(function, "__name__", ""))
     return result * 1.001 + 0.001 if approximated else result
 
 
+# The runs of one case ask for few seeds, and drawing took a sixth of `disturbed`.
 @lru_cache(maxsize=32)
 def _pool(seed: int, device: torch.device) -> torch.Tensor:
-    """Random numbers of a seed, from -1.5 to 1.5 and never near 0. The runs of one case ask for few
-    seeds, and drawing took a sixth of `disturbed`."""
+    """Draw numbers from -1.5 to 1.5 that are never near 0."""
     import torch
 
     pool = torch.empty(_POOL, dtype=torch.float64, device=device)
@@ -105,13 +105,9 @@ def disturbed(
     about ‖a‖ ‖b‖.
 
     Args:
-        spec: The spec.
-        inputs: Its inputs.
-        binding: The static parameters.
         seed: What the noise follows from.
         way: How.
     """
-
     a = inputs[spec.gemm[0]]
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     root = product * math.sqrt(a.shape[1])
@@ -128,7 +124,6 @@ class _Noise:
 
     Args:
         seed: What the noise follows from.
-        device: Where.
         way: How.
         root: What a sum of a GEMM may err, as a share of its size.
     """
@@ -161,7 +156,7 @@ class _Noise:
         return moved if self._grid is None else _on_grid(moved, 1 << self._grid)
 
     def _rounded(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Round what is moved: half of the runs take what lies near a tie up, half down."""
+        """Round what is moved near a tie: half of the runs up."""
         size = value.nan_to_num(0.0, 0.0, 0.0).square().mean(-1, keepdim=True).sqrt()
         near = _OPERATION * value.abs() + self._root * size
         way = self._sign if self._up else -self._sign
@@ -195,7 +190,7 @@ class _Noise:
 
 
 def _on_grid(x: torch.Tensor, step: int) -> torch.Tensor:
-    """Round to float32, and there to a multiple of `step` units in the last place."""
+    """Round to multiples of `step` units in float32's last place."""
     import torch
 
     kept = x.detach()

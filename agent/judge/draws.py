@@ -1,4 +1,4 @@
-"""Inputs in float64 for what a program means: the spec's own draw, and what leaves it.
+"""Inputs in float64 for what a program means.
 
 Inputs leave the draw each by itself and together, within the domains that the spec declares.
 """
@@ -32,51 +32,47 @@ def draw_doubles(
     spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int
 ) -> Inputs:
     """Draw the spec's own inputs at a shape, in float64."""
-
-    inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed, binding=binding)
-    return given(_widened(spec, inputs))
+    return _given(_drawn(spec, binding, sizes, seed))
 
 
-def given(inputs: Inputs) -> Inputs:
+def _given(inputs: Inputs) -> Inputs:
     """Turn tensors without dims into numbers."""
     return {x: v if getattr(v, "ndim", 0) else float(v) for x, v in inputs.items()}
 
 
-def _widened(spec: Spec, inputs: Inputs) -> Inputs:
+def _drawn(spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int) -> Inputs:
     import torch
 
+    inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed, binding=binding)
     floating = (x for x in inputs if spec.inputs[x].draw.kind != "integers")
     return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
 
 
 def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
-    """Sets of inputs in float64, each with words for what is particular about it. The spec's own
-    draw comes first."""
+    """Draw sets of float64 inputs with words; the spec's own first."""
     import torch
 
-    sizes, types = base_shape(spec), spec.default_types()
     rng = random.Random(f"{seed} {spec.variant(binding)}")
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
 
     def drawn() -> Inputs:
-        inputs = draw_inputs(spec, sizes, types, seed=rng.getrandbits(62), binding=binding)
-        return _widened(spec, inputs)
+        return _drawn(spec, binding, base_shape(spec), rng.getrandbits(62))
 
-    yield "", given(drawn())
+    yield "", _given(drawn())
     a, b = spec.gemm
     free = [x for x, tensor in spec.inputs.items() if tensor.draw.kind != "integers"]
     for x in free:
-        for label, change in _changes(spec, x, types):
+        for label, change in _changes(spec, x):
             inputs = drawn()
-            yield f"{x} {label}", given({**inputs, x: change(inputs[x], generator)})
+            yield f"{x} {label}", _given({**inputs, x: change(inputs[x], generator)})
     unbounded = [x for x in free if spec.inputs[x].domain is None]
     if {a, b} <= set(unbounded):
         inputs = drawn()
         negative = {a: 64.0 * inputs[a].abs(), b: -inputs[b].abs()}
-        yield "every product negative", given(inputs | negative)
+        yield "every product negative", _given(inputs | negative)
     scalable = [x for x in free if _scalable(spec, x)]
     inputs = drawn()
-    yield "all inputs small together", given(inputs | {x: _SMALL * inputs[x] for x in scalable})
+    yield "all inputs small together", _given(inputs | {x: _SMALL * inputs[x] for x in scalable})
     for _ in range(_MIXES):
         inputs, factors = drawn(), {}
         for x in scalable:
@@ -85,7 +81,7 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
         label = "inputs at scales of their own: " + ", ".join(
             f"{x} {f:g}" for x, f in factors.items()
         )
-        yield label, given(inputs | {x: f * inputs[x] for x, f in factors.items()})
+        yield label, _given(inputs | {x: f * inputs[x] for x, f in factors.items()})
 
 
 def _scalable(spec: Spec, x: str) -> bool:
@@ -93,12 +89,12 @@ def _scalable(spec: Spec, x: str) -> bool:
     return domain is None or domain == (0.0, math.inf)
 
 
-def _changes(spec: Spec, x: str, types: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """What an input may be beside its draw: (in words, function of its draw and a generator)."""
+def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
+    """List what an input may be: words, and functions of its draw."""
     import torch
 
     domain = spec.inputs[x].domain
-    low, high = _EXPONENTS.get(spec.dtype_of(x, types), _WIDEST)
+    low, high = _EXPONENTS.get(spec.dtype_of(x, spec.default_types()), _WIDEST)
 
     def log_uniform(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         exponents = torch.empty_like(v).uniform_(low, high, generator=generator)

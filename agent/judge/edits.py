@@ -1,4 +1,4 @@
-"""Small edits of a program's graph, each with the mistake that it would undo."""
+"""Small edits of a graph, each with the mistake that it undoes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from coda_agent.primitives.resources import OUTPUT_KINDS
 
 Values = list[Any]
 Changes = dict[Any, Any]
+_OTHER = {"add": "sub", "sub": "add"}
 _NAMED = {"<": "minimum", ">": "maximum", "s": "copysign"}
 # Of one or two arguments, and meant by nobody in the place of another.
 _NEVER = {"neg", "power", "fmod", "atan2", "tan", "trunc", "equal", "rint"}
@@ -22,7 +23,7 @@ _INSERTED = ("absolute", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "log1
 
 
 class Edit(NamedTuple):
-    """A mistake and what undoes it: from the values of all nodes to changed ones, by place.
+    """A mistake, and the changes that undo it.
 
     A place is a node's number, a use (node, argument), the output (-1, 0), or the output's name,
     which gives it another kind. A changed value that is a number of a node is that node's.
@@ -34,7 +35,7 @@ class Edit(NamedTuple):
 
 
 def stores(replay: Replay) -> Iterator[Edit]:
-    """Another reduction along the same axis, and pairs stored the wrong way round."""
+    """Reduce otherwise along the same axis; store pairs the other way round."""
     kind = replay.kind
     for name, other in OUTPUT_KINDS.items() if issubclass(kind, Reduction) else ():
         if issubclass(other, Reduction) and other.dims == kind.dims and other is not kind:
@@ -48,8 +49,7 @@ def stores(replay: Replay) -> Iterator[Edit]:
 
 def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
     for i, n in enumerate(graph.nodes):
-        if n.op in ("add", "sub"):
-            other = {"add": "sub", "sub": "add"}[n.op]
+        if other := _OTHER.get(n.op):
             text = f"`{graph.text(i)}` has the other sign: {INFIX[other]} is due"
             yield Edit("wrong_sign", text, _call(i, n, op=other))
         if n.op == "sub":
@@ -58,31 +58,27 @@ def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
     for place, i in sites:
         text = f"`{graph.text(i)}` has the other sign{graph.use(place)}"
         yield Edit("wrong_sign", text, lambda v, p=place, i=i: {p: -v[i]})
-    subs = [(i, n) for i, n in enumerate(graph.nodes) if n.op in ("add", "sub")]
+    subs = [(i, n) for i, n in enumerate(graph.nodes) if n.op in _OTHER]
     for (i, n), (j, m) in itertools.combinations(subs, 2):  # two signs of a rotation
-        one, two = (_call(k, x, op={"add": "sub", "sub": "add"}[x.op]) for k, x in ((i, n), (j, m)))
+        one, two = (_call(k, x, op=_OTHER[x.op]) for k, x in ((i, n), (j, m)))
         text = f"`{graph.text(i)}` and `{graph.text(j)}` have the other signs"
         yield Edit("wrong_sign", text, lambda v, one=one, two=two: {**one(v), **two(v)})
 
 
 def swaps(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
-    """Pairs, operands and arguments in each other's place."""
+    """Exchange pairs, operands and arguments."""
     halves = {n.args: i for i, n in nodes if n.op == "odd"}
     both = [(i, halves[n.args], n.args[0]) for i, n in nodes if n.op == "even" and n.args in halves]
     for i, j, x in both:
         text = f"even and odd columns of `{graph.text(x)}` are swapped"
-        yield Edit("swapped_pair", text, lambda v, i=i, j=j: {i: v[j], j: v[i]})
+        yield Edit("swapped_pair", text, _exchanged((i, j)))
     if len(both) > 1:
         text = "even and odd columns are swapped, such as gate and up"
-        changed = [(i, j) for i, j, _ in both]
-        yield Edit(
-            "swapped_pair", text,
-            lambda v: {k: w for i, j in changed for k, w in ((i, v[j]), (j, v[i]))},
-        )  # fmt: skip
+        yield Edit("swapped_pair", text, _exchanged(*((i, j) for i, j, _ in both)))
     for (i, n), (j, m) in itertools.combinations(enumerate(graph.nodes), 2):
         if n.op == m.op == "operand" and n.shape is m.shape:
             text = f"{n.name} and {m.name} change places"
-            yield Edit("swapped_operands", text, lambda v, i=i, j=j: {i: v[j], j: v[i]})
+            yield Edit("swapped_operands", text, _exchanged((i, j)))
     for i, n in nodes:
         if n.op == "where":
             text = f"the two values of `{graph.text(i)}` change places"
@@ -108,7 +104,7 @@ def dropped(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
 
 
 def operations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
-    """Another operation of as many arguments."""
+    """Apply another operation of as many arguments."""
     for i, n in nodes:
         arity = len(n.args)
         if arity not in (1, 2) or n.op not in OPS:
@@ -123,8 +119,7 @@ def operations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
 def inserted(
     graph: Reading, sites: list[tuple[Any, int]], terms: list[int], fault: str, signs: str
 ) -> Iterator[Edit]:
-    """One more term or factor, or a bound: < and > are the smaller and the larger, s gives
-    the sign."""
+    """Add a term, a factor or a bound."""
     for place, i in sites:
         for w in terms:
             if w == i or _at(place) in graph.below(w):
@@ -143,7 +138,7 @@ def inserted(
 def moved(
     graph: Reading, nodes: list[tuple[int, Node]], sites: list[tuple[Any, int]]
 ) -> Iterator[Edit]:
-    """A factor or a term at another place than it has."""
+    """Move a factor or a term to another place."""
     for i, n in nodes:
         if n.op not in INFIX:
             continue
@@ -162,7 +157,7 @@ def moved(
 
 
 def _move(graph: Reading, i: int, k: int, place: Any, j: int) -> Callable[[Values], Changes]:
-    """Node `i` without its operation by argument `k`, which value `j` gets in a place."""
+    """Apply a node's operation by one argument at another place."""
     op, args = graph.nodes[i].op, graph.nodes[i].args
 
     def changes(v: Values) -> Changes:
@@ -174,7 +169,7 @@ def _move(graph: Reading, i: int, k: int, place: Any, j: int) -> Callable[[Value
 
 
 def wrapped(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
-    """One more operation."""
+    """Apply one more operation."""
     for place, i in sites:
         for op in _INSERTED:
             due = f"{op}({graph.text(i)})"
@@ -186,7 +181,7 @@ def wrapped(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
 
 
 def replaced(graph: Reading, sites: list[tuple[Any, int]], others: list[int]) -> Iterator[Edit]:
-    """Another value of the program in a place."""
+    """Put another value of the program in a place."""
     for place, i in sites:
         for j in others:
             if j == i or _at(place) in graph.below(j):
@@ -200,7 +195,7 @@ def replaced(graph: Reading, sites: list[tuple[Any, int]], others: list[int]) ->
 
 
 def activations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
-    """A function of one argument in the place of a composed one."""
+    """Put a function of one argument for a composed one."""
     known = {op: known.torch for op, known in OPS.items() if known.arity == 1}
     known |= {
         "relu": lambda x: x.clamp_min(0.0),
@@ -214,16 +209,20 @@ def activations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]
                 yield Edit("wrong_operation", text, lambda v, i=i, a=a, f=function: {i: f(v[a])})
 
 
+def _exchanged(*pairs: tuple[int, int]) -> Callable[[Values], Changes]:
+    return lambda v: {k: w for i, j in pairs for k, w in ((i, v[j]), (j, v[i]))}
+
+
 def _call(
     i: int, n: Node, order: tuple[int, ...] | None = None, op: str = ""
 ) -> Callable[[Values], Changes]:
-    """Node `i` with its arguments in another order, or another operation of them."""
+    """Reorder a node's arguments, or apply another operation to them."""
     args = [n.args[k] for k in order] if order else n.args
     return lambda v: {i: operation(op or n.op).torch(*(v[a] for a in args))}
 
 
 def _again(graph: Reading, values: Values, changed: dict[int, Any]) -> Values:
-    """All values, with some changed ones."""
+    """Compute all values again, with some changed ones."""
     found, moved = list(values), set(changed)
     for i, n in enumerate(graph.nodes):
         if i in changed:

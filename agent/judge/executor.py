@@ -1,4 +1,4 @@
-"""What the judge needs of whoever carries out its jobs, which is `agent/execution/`.
+"""What the judge needs of whoever carries out its jobs, `agent/execution/`.
 
 Jobs are data: programs as graphs, a spec's text, tiles. A candidate's text, and the author, stay
 with the command that was started; so do keys and logs.
@@ -16,14 +16,14 @@ from coda_agent.primitives.errors import CompileError
 
 
 class Executor(Protocol):
-    """Runs the jobs of a trial; the same job gives the same answer wherever it runs."""
+    """What runs a trial's jobs, with the same answer wherever it runs."""
 
     def gpu(self) -> Gpu | None:
-        """A Hopper GPU that jobs can have; None where there is none."""
+        """Find a Hopper GPU that jobs can have, or None."""
         ...
 
     def start(self, *, gpu: bool, ahead: PrepareJob | None = None) -> None:
-        """Get ready to compile; with `gpu` also to run kernels, and to do `ahead` by then."""
+        """Get ready to compile; with `gpu` to run kernels and do `ahead`."""
         ...
 
     def map(
@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
     def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
-        """What a gate's job found, on a GPU or, where the job says so, on a CPU.
+        """Carry out a gate's job, on a GPU unless it says otherwise.
 
         Raises:
             MachineError: there is no usable GPU, or a tool is missing or left no complete report.
@@ -41,12 +41,12 @@ class Executor(Protocol):
         ...
 
     def environment(self, device: str) -> JsonObject:
-        """The machine that the last gate ran on, as evidence names it."""
+        """Describe the last gate's machine, as evidence names it."""
         ...
 
 
 def usable(executor: Executor, device: str) -> Gpu | None:
-    """The GPU that kernels run on: "cuda" demands one, "cpu" takes none, "auto" what there is.
+    """Find the GPU for kernels: "cuda" demands, "cpu" takes none, "auto" asks.
 
     Raises:
         MachineError: "cuda", and there is no Hopper GPU.

@@ -1,4 +1,4 @@
-"""Numbers that would make a program right: a constant, a factor, a term or a bound."""
+"""Numbers that make a program right: constants, factors, terms, bounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def constants(replay: Replay, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
 
 
 def bounds(replay: Replay) -> Iterator[Edit]:
-    """Two numbers of one size, such as the ends of a range."""
+    """Fit two numbers of one size, such as a range's ends."""
     nodes = enumerate(replay.graph.nodes)
     consts = [(i, n.value) for i, n in nodes if n.op == "const" and n.value]
     for (i, c), (j, d) in itertools.combinations(consts, 2):
@@ -50,7 +50,7 @@ def bounds(replay: Replay) -> Iterator[Edit]:
 
 
 def fitted(replay: Replay, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
-    """A factor, a term or a bound that is a number."""
+    """Fit a factor, a term or a bound that is a number."""
     import torch
 
     graph = replay.read
@@ -91,8 +91,7 @@ def fitted(replay: Replay, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
 
 
 def _fit(replay: Replay, changes: Callable[[Values, float], Changes]) -> float | None:
-    """The number with which the changes make the output right, by Newton's method on the median of
-    the elements; None where there is none."""
+    """Fit the number that makes the output right, by Newton's method."""
     wrong, truth, t, step = replay.wrong, replay.truth, 0.0, 1e-6
     for _ in range(_STEPS):
         try:
@@ -117,7 +116,7 @@ def _fit(replay: Replay, changes: Callable[[Values, float], Changes]) -> float |
 
 
 def _rounded(x: float) -> float:
-    """A number as one would write it, where it is nearly that."""
+    """Round a number to what one would write, where near."""
     for digits in (3, 5, 7):
         short = float(f"{x:.{digits}g}")
         if abs(short - x) <= 1e-6 * abs(x):

@@ -1,4 +1,4 @@
-"""The end of a verdict: the function that a user will import, on the spec's own inputs.
+"""The function that a user will import, on the spec's own inputs.
 
 What the other gates run is a program, in tiles they choose. Here it is what `load_kernel` makes of
 the accepted files: the operator with its checks, layouts, dispatch and element types.
@@ -36,7 +36,6 @@ def imported(
     """Make the function that a user would import.
 
     Args:
-        spec: The spec.
         programs: By variant name.
         tuned: What tuned.json will hold.
         refused: Labels of tiles that evidence.json will call wrong.
@@ -58,11 +57,10 @@ def imported(
 def check_imported(
     kernel: Kernel, types: Sequence[str], *, device: str, seed: int | None = None
 ) -> list[Finding]:
-    """Find the first fault of each variant in each type, on fresh draws.
+    """Find each variant's first fault in each type, on fresh draws.
 
     Args:
         kernel: What `imported` makes.
-        types: Element types.
         device: "cuda" runs kernels at every check shape; "cpu" the interpreter at the smallest,
             since nothing here depends on more.
         seed: What all draws follow from; a secret one by default.
@@ -122,7 +120,7 @@ def _fault(kernel: Kernel, case: Case, binding: Mapping[str, str], element: str)
 
 
 def _packed(kernel: Kernel, given: dict[str, Any]) -> str:
-    """Packs what the kernel takes packed, in `given`; words where unpacking does not restore it."""
+    """Pack what the kernel takes packed; say what unpacking changes."""
     for name, place in kernel.packing.items():
         parts = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**parts)

@@ -1,4 +1,4 @@
-"""Do the instructions a program brings along compute what it says they mean?
+"""Do a program's own instructions compute what it says they mean?
 
 They run on the CPU over all of float32, not only what the spec draws: every exponent in both signs,
 small integers and their halves, the ends of the range, infinities, NaN.
@@ -30,8 +30,7 @@ _POINTS = 8192
 
 
 def check_instructions(programs: Mapping[str, Program]) -> list[Finding]:
-    """A finding for each operation of `programs` that is not what torch's function is, at the
-    first argument where it is not."""
+    """Find operations that are not torch's function, each with a first argument."""
     brought: dict[tuple[str, tuple[float | None, ...]], str] = {}
     for program in programs.values():
         nodes = program.graph.nodes
@@ -72,10 +71,10 @@ def _check(program: str, name: str, numbers: tuple[float | None, ...]) -> Findin
 
 
 def _arguments(arity: int) -> list[torch.Tensor]:
-    """`arity` float32 vectors: all pairs of plain numbers and edges first, then drawn ones, the
-    same for every candidate, so that a verdict does not hang on luck."""
+    """Give `arity` float32 vectors: all pairs of edges, then drawn numbers."""
     import torch
 
+    # The same for every candidate, so that a verdict does not hang on luck.
     info, g = torch.finfo(torch.float32), torch.Generator().manual_seed(0)
     plain = [*(i / 2 for i in range(9)), 10.0, 20.0, 100.0, 1000.0, 2.0**24]
     edges = [info.max, info.tiny, info.tiny * info.eps, torch.inf]
@@ -91,7 +90,7 @@ def _arguments(arity: int) -> list[torch.Tensor]:
 
 
 def _normal(x: torch.Tensor) -> torch.Tensor:
-    """`x` with 0 of its sign for what is subnormal in float32."""
+    """Replace what is subnormal in float32 by 0 of its sign."""
     return x.where(~(x.abs() < 2.0**-126), x * 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a gate has to do, as data that another process or machine can take."""
+"""A gate's work, as data that another process or machine can take."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ SpecData = Annotated[Spec, PlainValidator(_read_spec), PlainSerializer(_write_sp
 
 
 class BuiltObject(Resources):
-    """A compile job's answer: the object file in the cache, the order of a fused kernel's arguments
-    (`launch.order`), and what is in it."""
+    """A compile job's answer: the object file, and what is in it."""
 
     object: str
-    order: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    order: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # `launch.order`, where fused
 
 
 class CompileJob(Record):
@@ -92,7 +91,7 @@ class CompileJob(Record):
     def of(
         cls, program: Program, config: TileConfig, arch: str, spec: Spec | None, element: str
     ) -> Self:
-        """The job of a spec's program; without a spec every tensor is of type `element`."""
+        """Make a job; without a spec every tensor is of type `element`."""
         chosen = dict.fromkeys(spec.types, element) if spec else {}
 
         def dtype(tensor: str) -> str:
@@ -162,7 +161,7 @@ class NumericsJob(Job[NumericsReport]):
 
 
 class PrepareJob(Job[PerformanceReport]):
-    """What the performance gate needs beside the candidate, for the types of `tiles`."""
+    """What the performance gate needs beside the candidate, by `tiles`' types."""
 
     kind: Literal["prepare"] = "prepare"
 
@@ -252,5 +251,5 @@ _JOB: TypeAdapter[GateJob] = TypeAdapter(Annotated[GateJob, Field(discriminator=
 
 
 def read_job(data: JsonObject) -> Job[Any]:
-    """The gate job that `model_dump(mode="json")` wrote."""
+    """Read the gate job that `model_dump(mode="json")` wrote."""
     return _JOB.validate_python(data)

@@ -1,4 +1,4 @@
-"""A program in float32 at the jumps of a reference: comparisons, roundings, signs, exponents.
+"""A program in float32 at the jumps of a reference.
 
 Elsewhere a difference at a jump is excused, since errors of arithmetic decide to which side a value
 falls. Here inputs lie on the jumps and beside them (`ties.py`), and PyTorch in float32 says which
@@ -55,14 +55,14 @@ _LARGE, _NEAR = 2.0**-6, 0.25
 
 @dataclass(frozen=True)
 class Jump:
-    """One call of a jump by the reference in float32: its arguments and what it gave."""
+    """A jump that the reference took in float32: arguments and result."""
 
     name: str
     args: tuple[Any, ...]
     result: Any
 
     def sure(self, exact: Sequence[Any], known: set[float]) -> torch.Tensor:
-        """Find where the arguments are those of an `exact` run; `known` are numbers that count."""
+        """Find where arguments are exact; `known` are numbers that count too."""
         import torch
 
         result = self.result[1] if self.name == "frexp" else self.result
@@ -128,8 +128,7 @@ def jump_fault(variant: Variant, inputs: Mapping[str, Any], alone: bool) -> Find
 def sides(
     spec: Spec, binding: Mapping[str, str], inputs: Mapping[str, Any], known: set[float]
 ) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """List outputs as they are due, as they are on the other side of one jump, and where the
-    reference in float32 is sure of that jump and of all others."""
+    """List outputs as due, on a jump's other side, and where sure."""
     import torch
 
     jumps = list[Jump]()
@@ -186,14 +185,14 @@ def _unsure(known: Any, sure: torch.Tensor) -> Any:
 
 
 def _apart(result: Any) -> Any:
-    """Copy what a jump gave: a reference may differentiate it, or write over it."""
+    """Copy what a jump gave, which a reference may write over."""
     if isinstance(result, tuple):
         return type(result)([_apart(x) for x in result])
     return result.detach().clone()
 
 
 def _like(known: Any, result: Any) -> Any:
-    """Give what a jump gave in another run the types that it has in this one."""
+    """Give a jump's result the types that it has in this run."""
     if isinstance(result, tuple):
         return type(result)([x.to(y.dtype) for x, y in zip(known, result, strict=True)])
     return known.to(result.dtype)
@@ -209,13 +208,13 @@ def _in_float32(program: Program) -> Program:
 
 
 def _jumps(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call is a jump of real numbers, and makes a tensor of its own; a rounding to
-    decimals multiplies by a power of ten inside."""
+    """Whether a call is a jump of real numbers."""
     import torch
 
     if any(isinstance(x, torch.Tensor) and x.is_complex() for x in args):
         return False
     name = called(function)
+    # A rounding to decimals, of two arguments, multiplies by a power of ten inside.
     return name in _COMPARISONS or (name in _STEPS and len(args) == 1)
 
 

@@ -41,7 +41,7 @@ class Gpu:
 
 
 def demanded(gpu: Gpu | None, hint: str = "`coda-agent doctor` says what there is") -> Gpu:
-    """A GPU that there has to be.
+    """Demand that there is a GPU.
 
     Args:
         gpu: What was looked for.
@@ -56,7 +56,7 @@ def demanded(gpu: Gpu | None, hint: str = "`coda-agent doctor` says what there i
 
 
 def smi(query: str, *more: str) -> list[list[str]]:
-    """The rows that nvidia-smi answers to `--query-QUERY`; none where it does not answer."""
+    """Ask nvidia-smi `--query-QUERY`; no rows where it does not answer."""
     ask = ["nvidia-smi", *more, f"--query-{query}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -66,8 +66,7 @@ def smi(query: str, *more: str) -> list[list[str]]:
 
 
 def gpu_state(uuid: str | None = None) -> GpuState:
-    """Clocks, temperature, power, throttling and processes of a GPU, by default of the one in use;
-    `error` where nvidia-smi does not answer."""
+    """Read a GPU's state, by default of the one in use."""
     visible = os.environ.get("CODA_AGENT_GPU") or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
     device = uuid or visible.split(",")[0]
     rows = smi(f"gpu={','.join(_FIELDS)}", "-i", device)
@@ -83,8 +82,7 @@ def gpu_state(uuid: str | None = None) -> GpuState:
 
 
 def related(pid: str) -> bool:
-    """Whether a process is this one, its parent or its child, or the device child of another
-    command: idle, since we hold the GPU's lock."""
+    """Whether a process is this one, its parent or child, or idle."""
     try:
         if DEVICE_CHILD.encode() in Path("/proc", pid, "cmdline").read_bytes():
             return True
@@ -97,7 +95,7 @@ def related(pid: str) -> bool:
 
 
 def others(processes: Sequence[str], ours: Callable[[str], bool], *, has_context: bool) -> int:
-    """How many of the compute processes on a GPU, ids or [N/A], are not `ours`.
+    """Count the compute processes on a GPU that are not `ours`.
 
     A container may hide or renumber ids: where none is ours although this process is on the GPU,
     one is taken to be it.
@@ -108,7 +106,7 @@ def others(processes: Sequence[str], ours: Callable[[str], bool], *, has_context
 
 
 def contention(state: Mapping[str, str | int]) -> str:
-    """Why the GPU of a `gpu_state` is not known to be idle; empty where it is."""
+    """Say why a GPU is not known to be idle, if so."""
     if "error" in state:
         return f"nothing says who else uses the GPU: {state['error']}"
     if state["other_processes"]:
@@ -128,8 +126,9 @@ def require_idle(
     state: Callable[[], Mapping[str, str | int]] = gpu_state,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Nobody else uses the GPU, or the user allows it. Waits up to 5 s until what this process ran
-    before has left nvidia-smi's average.
+    """Demand that nobody else uses the GPU, unless the user allows it.
+
+    Waits up to 5 s until what this process ran before has left nvidia-smi's average.
 
     Raises:
         MachineError: somebody does, or nvidia-smi does not say.

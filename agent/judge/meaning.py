@@ -1,4 +1,4 @@
-"""What a program means, apart from how it rounds: its graph against the reference, both in float64.
+"""What a program means: its graph against the reference, both in float64.
 
 - The outputs have to agree element by element to 1e-9. Three differences are allowed beyond that:
   what disturbances of float64's own size do to the reference there, constants that float32 rounds
@@ -73,10 +73,9 @@ _CUT = 2.0**-33
 def check_meaning(
     spec: Spec, programs: Mapping[str, Program], *, seed: int | None = None
 ) -> list[Finding]:
-    """One finding for each program that means something else than the reference.
+    """Find each program that means something else than the reference.
 
     Args:
-        spec: The spec.
         programs: By variant name.
         seed: What all draws follow from; a secret one by default.
     """
@@ -92,7 +91,7 @@ def check_meaning(
 def meaning_fault(
     spec: Spec, program: Program, binding: Mapping[str, str], seed: int
 ) -> Finding | None:
-    """Find the first input set on which a program's outputs are not the reference's.
+    """Find the first input set on which a program's outputs are wrong.
 
     Returns:
         A finding that names the set; None where there is none.
@@ -132,7 +131,7 @@ def _faults(variant: Variant, seed: int) -> Iterator[tuple[Finding, Inputs]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """What a program gives on one input set, and what is due, both in float64."""
+    """A program's outputs on one input set, and the due ones."""
 
     variant: Variant
     seed: int
@@ -150,20 +149,17 @@ class _Sample:
         )
 
     def apart(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """List the outputs that differ, with their values and the exact ones.
-
-        Both are as a store saturates. What is beyond an output's type, the reference cannot hold
-        either: it counts as infinite.
-        """
+        """List the outputs that differ, with their values and the exact ones."""
         for o, expected in self.truth.items():
             top, most = _tops(self.variant.spec, o)
             out, expected = (x.clamp(-top, top) for x in (self.results[o], expected))
+            # What is beyond an output's type, the reference cannot hold either.
             expected = expected.where(~(expected.abs() > most), math.inf)
             if _differs(out, expected).any():
                 yield o, out, expected
 
     def tie_fault(self) -> Finding | None:
-        """Find the first output that falls to the other side of a jump."""
+        """Find the first output on the other side of a jump."""
         for o, out, expected in self.apart():
             wrong = differing(self.variant, self.inputs, o, out, expected)
             if bool(wrong.any()):
@@ -217,10 +213,7 @@ class _Sample:
         return Finding(message=message, where=where)
 
     def _noise(self, o: str, truth: torch.Tensor, probes: int, around: float) -> torch.Tensor:
-        """Find how far errors of float64's size move each element.
-
-        They are of each operation of the reference and, as a share of `around`, of the inputs.
-        """
+        """Find how far errors of float64's size, of inputs too, move elements."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
@@ -260,7 +253,7 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
 
 
 def _tops(spec: Spec, o: str) -> tuple[float, float]:
-    """Where an output's store saturates, else infinity; and the largest number of its type."""
+    """Give where a store saturates, and the largest number of its type."""
     import torch
 
     dtype = getattr(torch, spec.dtype_of(o, spec.default_types()))
@@ -276,14 +269,13 @@ def _known(truth: torch.Tensor) -> torch.Tensor:
 def _differs(
     out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Find where the truth is finite and `out` is further from it than allowed, or NaN."""
+    """Find where the truth is finite and `out` differs, or is NaN."""
     allowed = _known(truth) if allowed is None else allowed
     return truth.isfinite() & ~((out - truth).abs() <= allowed)
 
 
 class _Roundings:
-    """What float32's rounding of a program's constants comes to in output `o`, and what float64's
-    rounding of its operations does.
+    """What roundings of constants and operations come to in an output.
 
     One replay tells it of one node. They are asked one by one, those nearest to the output first,
     and only while an element is wrong: all of 150 nodes took 45 s where two constants were enough.
@@ -309,7 +301,7 @@ class _Roundings:
         self._left = sorted(asked, key=lambda i: (self._share(nodes[i]), i))
 
     def wrong(self, expected: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-        """Find the elements that are further from what is expected than all this allows."""
+        """Find the elements that are further off than all this allows."""
         while True:
             rounded = self._operations.minimum(_HALF * expected.abs())
             wrong = _differs(self._out, expected, allowed + self._constants + rounded)
@@ -331,7 +323,7 @@ class _Roundings:
 
 
 def _scaled(graph: Graph, i: int, factor: float) -> Graph:
-    """`graph` with node `i` times a factor."""
+    """Multiply node `i` of a graph by a factor."""
 
     def at(j: int) -> int:
         return j if j < i else j + 2

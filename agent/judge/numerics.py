@@ -106,7 +106,7 @@ def check_numerics(
 
 
 class _Kept:
-    """Cases made when they are first asked for, so that a fault in the first saves the others."""
+    """Cases made as they are asked for: a first fault saves others."""
 
     def __init__(self, source: Iterator[Case]) -> None:
         self.source, self.made = source, list[Case]()
@@ -139,7 +139,7 @@ class TileCheck:
     """How far each output was off in each case."""
 
     def fault(self, cases: Iterable[Case], *, full: bool) -> Finding | None:
-        """The first fault: with `full` of all cases, else of those that depend on the tile."""
+        """Find the first fault: in all cases, or those of the tile."""
         for case in cases:
             if full or case.structure is None or case.structure.everywhere:
                 fault = self._case(case)
@@ -152,7 +152,7 @@ class TileCheck:
         return None
 
     def worst(self, known: WorstError) -> WorstError:
-        """`known`, or what was seen here where that is more."""
+        """Give `known`, or what was seen here where that is more."""
         found = known.model_dump()
         for case, o, error, limit in self.errors:
             found["element"] = max(found["element"], error.element)
@@ -176,14 +176,10 @@ class TileCheck:
         if fault := _misformed(case, inputs, results, dtypes):
             return fault
         former, self.before[key] = self.before.get(key), (results, case)
+        judged = {o: self._judged(case, o, results[o]) for o in case.truth}
         errors = torch.stack(
             [
-                distances(
-                    self._judged(case, o, results[o]),
-                    truth,
-                    case.allowed.get(o),
-                    case.rounding.get(o),
-                )
+                distances(judged[o], truth, case.allowed.get(o), case.rounding.get(o))
                 for o, truth in case.truth.items()
             ]
         )
@@ -192,13 +188,11 @@ class TileCheck:
         seen = list[tuple[Case, str, Errors, Errors]]()
         for o, error in found.items():
             limit = case.bounds[o]
-            if not within(error, limit):
-                out = self._judged(case, o, results[o])
-                if few_wrong(out, case.truth[o], case.allowed.get(o)) and o in (
-                    certain := case.certain()
-                ):
+            out, truth = judged[o], case.truth[o]
+            if not within(error, limit) and few_wrong(out, truth, case.allowed.get(o)):
+                if o in (certain := case.certain()):
                     allowed, rounding, limit = certain[o]
-                    error = measure(out, case.truth[o], allowed, rounding)
+                    error = measure(out, truth, allowed, rounding)
             if not within(error, limit):
                 wrong = self._wrong(case, o, (results[o], again[o]), error, former)
                 if len(found) > 1:
@@ -214,7 +208,7 @@ class TileCheck:
         return None
 
     def _placed(self, case: Case) -> tuple[Place, Inputs]:
-        """The case's inputs in tensors that other cases of its shape and layout had before."""
+        """Put a case's inputs into tensors that former cases had."""
         structure = case.structure
         layout = structure.layout if structure else ""
         alias = structure.alias if structure else None
@@ -237,9 +231,12 @@ class TileCheck:
         return key, {**case.inputs, **place}
 
     def _judged(self, case: Case, o: str, out: torch.Tensor) -> torch.Tensor:
-        """An output as it is compared. Where the truth is NaN or infinite, either will do. So will
-        anything where the reference itself makes NaN of an infinity, and what the vocabulary
-        documents: a maximum or a minimum passes NaN over."""
+        """Give an output as it is compared.
+
+        Where the truth is NaN or infinite, either will do. So will anything where the reference
+        itself makes NaN of an infinity, and what the vocabulary documents: a maximum or a minimum
+        passes NaN over.
+        """
         import torch
 
         if case.structure is None or not case.structure.planted:
@@ -279,7 +276,7 @@ def _misformed(
     case: Case, inputs: Inputs, results: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> Finding | None:  # fmt: skip
-    """Find an input that changed, or outputs of other names, shapes or types than declared."""
+    """Find a changed input, or an output of another name or form."""
     for name, value in case.inputs.items():
         if hasattr(value, "shape") and not same(value, inputs[name]):
             return Finding(message=f"input {name} was changed", where={"input": name})
@@ -298,16 +295,18 @@ def _misformed(
 def _kept(
     o: str, out: torch.Tensor, case: Case, results: Mapping[str, torch.Tensor], former: Case
 ) -> bool:
-    """Whether an output is what a former case gave, and most of its truth was another."""
+    """Whether an output is a former case's, whose truth was mostly another."""
     if o not in former.truth or not same(results[o], out):
         return False
     return bool((former.truth[o] != case.truth[o]).double().mean() > 0.5)
 
 
 def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:
-    """Memory for a tensor (M,), (M, N) or (N, K). It is contiguous, or with a layout has a row
-    stride beyond its extent and begins 16 bytes into its storage. With `turned` it is so too, and
-    its rows are columns in memory."""
+    """Take memory for a tensor (M,), (M, N) or (N, K).
+
+    It is contiguous, or with a layout has a row stride beyond its extent and begins 16 bytes into
+    its storage. With `turned` it is so too, and its rows are columns in memory.
+    """
     import torch
 
     if not (layout or turned):

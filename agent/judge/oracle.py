@@ -1,4 +1,4 @@
-"""The cases a program is judged on: inputs, their truth, and what an output may err.
+"""Cases of a program: inputs, truth, and what outputs may err.
 
 - The inputs are the spec's own draws at its check shapes, and what `structures.py` makes of them.
 - Bounds come from the reference alone, never from the candidate: the error of PyTorch's own path,
@@ -67,7 +67,7 @@ _JUMP = 2.0**-8
 
 
 class Certain(NamedTuple):
-    """What an output may err, by many disturbed runs: each element, the store of each, and all."""
+    """What an output may err by many runs: elements, stores, all."""
 
     allowed: torch.Tensor
     rounding: torch.Tensor
@@ -143,7 +143,7 @@ class Source:
         """
         import torch
 
-        spec, binding, seed = self.spec, self.binding, self.seed
+        spec, binding = self.spec, self.binding
         types, inputs = dict.fromkeys(spec.types, self.element), self._drawn(structure, factor)
         truth, plain, rounds = _ways(spec, inputs, binding, self.device)
         dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
@@ -158,7 +158,7 @@ class Source:
                     "the reference"
                 )
         held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items() if o in truth}
-        draw = _Draw(spec, binding, inputs, truth, dtypes, held, seed)
+        draw = _Draw(self, inputs, truth, dtypes, held)
         runs = [draw.disturbed(i, Way()) for i in range(probes)]
         # Where the reference rounds and computes on, a tie may fall to either side.
         jumps = {o: largest_change(truth[o], [r[o] for r in runs]) for o in truth if rounds}
@@ -198,7 +198,7 @@ def make_case(
     spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], element: str, device: str,
     *, seed: int | None = None,
 ) -> Case:  # fmt: skip
-    """Make a case of the spec's own draw, without bounds of elements; `seed` is fresh by default.
+    """Make a case of the spec's own draw, without elements' bounds.
 
     Raises:
         SpecError: the baseline computes something else.
@@ -210,8 +210,7 @@ def make_case(
 def _ways(
     spec: Spec, inputs: Inputs, binding: Mapping[str, str], device: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
-    """Compute outputs exactly and as a user would, and say whether the reference rounds."""
-
+    """Compute outputs exactly, as a user would, and whether the reference rounds."""
     called = set[object]()
 
     def noted(function: object, _: object, result: Any) -> Any:
@@ -232,27 +231,25 @@ class _Draw:
     """Inputs, what is exact of their outputs, and bounds of these.
 
     Attributes:
-        spec, binding, inputs: What the outputs are of.
+        source, inputs: What the outputs are of; noise follows from the source's seed.
         truth: Each output that is checked, exact, in float64.
         dtypes: Types of outputs.
         held: What an output is added to in place, by output.
-        seed: Noise follows from it.
     """
 
-    spec: Spec
-    binding: Mapping[str, str]
+    source: Source
     inputs: Inputs
     truth: dict[str, torch.Tensor]
     dtypes: Mapping[str, torch.dtype]
     held: Inputs
-    seed: int
 
     def disturbed(self, number: int, way: Way) -> dict[str, torch.Tensor]:
         """Run the reference with the noise of a number."""
-        return disturbed(self.spec, self.inputs, self.binding, self.seed + number, way)
+        source = self.source
+        return disturbed(source.spec, self.inputs, source.binding, source.seed + number, way)
 
     def addend(self, o: str, jump: torch.Tensor | None) -> float:
-        """Bound what an addend's rounding and a jump may move of an output's norm."""
+        """Bound the share of a norm that addend and jump may move."""
         held = self.held.get(o)
         share = 0.0 if held is None else addend_rounding(self.truth[o], self.dtypes[o], held)
         if jump is None:
@@ -268,7 +265,7 @@ class _Draw:
         }
 
     def settle(self, o: str, allowed: dict[str, torch.Tensor]) -> bool:
-        """Set what an output may err that float32 represents; whether its bits are known."""
+        """Settle what an output may err; say whether its bits are known."""
         import torch
 
         truth, dtype = self.truth[o], self.dtypes[o]
@@ -296,7 +293,7 @@ class _Draw:
         rounding: Mapping[str, torch.Tensor],
         settled: Set[str],
     ) -> dict[str, Certain]:
-        """Bound by many runs, numbered from `first` on, what outputs err that are not settled."""
+        """Bound by many runs, from `first` on, what unsettled outputs err."""
         found = dict[str, Certain]()
         if len(settled) == len(self.truth):
             return found
@@ -322,7 +319,7 @@ class _Draw:
 def make_cases(
     spec: Spec, binding: Mapping[str, str], element: str, device: str, seed: int
 ) -> Iterator[Case]:
-    """The spec's own draws at its check shapes, then every structure that it permits."""
+    """Make the spec's own draws, then every structure that it permits."""
 
     def seeded(i: int) -> int:
         return random.Random(f"{seed} {spec.variant(binding)} {element} {i}").getrandbits(62)
@@ -346,7 +343,7 @@ def make_cases(
 def _in_range(
     truth: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, structure: Structure
 ) -> bool:
-    """Whether an output is finite just where PyTorch's is, and none of its values near overflow."""
+    """Whether an output is finite as PyTorch's is, not near overflow."""
     import torch
 
     finite = truth.isfinite()
@@ -360,8 +357,7 @@ def _in_range(
 
 
 def _settled(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """`out` with the truth wherever both are NaN or infinite: which of the two comes out depends on
-    the order of operations."""
+    """Put the truth where neither is finite: order decides which comes out."""
     import torch
 
     out = out.double()
@@ -369,7 +365,7 @@ def _settled(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`value`, which float32 represents, as the kernel stores it; e4m3 saturates."""
+    """Store a float32 value as the kernel does; e4m3 saturates."""
     import torch
 
     top = torch.finfo(dtype).max
@@ -382,8 +378,7 @@ def _representable(
     binding: Mapping[str, str],
     truth: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Outputs that fp32 arithmetic gives without rounding: the truth is a float32 everywhere,
-    PyTorch in float32 finds exactly it, and no function that a GPU approximates enters."""
+    """List the outputs that fp32 arithmetic gives without rounding."""
     import torch
 
     single = run_reference(spec, inputs, binding=binding, exact=True, wide=torch.float32)

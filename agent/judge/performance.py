@@ -1,4 +1,4 @@
-"""Gate 4, on a GPU: is the kernel as fast as what a user would run instead?
+"""Gate 4: is it faster than what a user would run instead?
 
 - The tuner picks configurations for each element type and bench shape. They are then timed, call by
   call in turn, against a bare cuBLAS GEMM and the reference (or the spec's baseline) under
@@ -69,7 +69,7 @@ def check_performance(
     *,
     progress: Progress,
 ) -> Outcome[PerformanceReport]:
-    """Time the default binding's program at every shape, the others in one type at the largest.
+    """Time the default program at every shape, others at the largest.
 
     A configuration that is `known` as the best at a shape stays unless another is faster by more
     than the interval of their comparison, so that what users run does not change for noise.
@@ -113,7 +113,7 @@ def check_performance(
 
 
 def _stored(problem: Problem, admitted: Tiles, known: Tuned) -> TileConfig | None:
-    """The configuration that is known as the best at a problem's shape, if it is right."""
+    """Find the best known configuration at a problem's shape, if right."""
     lines = (x for x in known.get(problem.gemm_type, ()) if (x.m, x.n, x.k) == problem.mnk)
     if (line := next(lines, None)) is None:
         return None
@@ -130,7 +130,7 @@ def _variant(
     admitted: Tiles,
     configs: Sequence[TileConfig],
 ) -> Timed | Untimed:
-    """Another program of the spec, measured in the first of `configs` that suits it."""
+    """Measure another program in the first of `configs` that suits it."""
     name = problem.spec.variant(binding)
     other = Problem(problem.spec, programs[name], binding, problem.sizes, problem.element)
     known = admitted.get((name, problem.element), ())
@@ -197,7 +197,7 @@ def _measured(
 
 
 def _figures(ours: Samples, gemm: Samples, compile: Samples) -> Figures:
-    """Ours beside each baseline, and all times.
+    """Compare ours with each baseline; keep all times.
 
     Raises:
         MachineError: one of them has none.
@@ -213,7 +213,7 @@ def _figures(ours: Samples, gemm: Samples, compile: Samples) -> Figures:
 def _chosen(
     configs: Sequence[TileConfig], samples: Mapping[str, Samples], stored: TileConfig | None
 ) -> TileConfig:
-    """The fastest of `configs`; `stored`, where the interval of their comparison holds 1."""
+    """Choose the fastest, or `stored` where none is surely faster."""
     best = min(configs, key=lambda c: samples[c.label].median_us)
     if stored not in (None, best) and stored in configs:
         gain = speedup(samples[best.label], samples[stored.label])
@@ -224,7 +224,7 @@ def _chosen(
 def inspected(
     spec: Spec, program: Program, sizes: Mapping[str, int], element: str, *, block: int = 128
 ) -> Inspection:
-    """The facts of a spec's program at one size, its tensors in the spec's types."""
+    """Inspect a program at one size, in the spec's types."""
     import torch
 
     types = dict.fromkeys(spec.types, element)
@@ -237,7 +237,7 @@ def inspected(
 
 @lru_cache(maxsize=4)
 def measured_ceiling(dtype: str) -> Ceiling:
-    """The best rates of this GPU, with slack above them.
+    """Measure the best rates of this GPU, with slack above them.
 
     Flops are those of cuBLAS on two random square matrices of 8192, of `dtype`, or of bfloat16
     where that is wider. Bytes are those of a copy of 1 GiB.
@@ -265,7 +265,7 @@ def measured_ceiling(dtype: str) -> Ceiling:
 def _timed(
     problem: Problem, configs: Sequence[TileConfig], stored: TileConfig | None, stream: bool
 ) -> tuple[dict[str, Samples], dict[str, Samples], int]:
-    """Samples of the warm regime, samples of the steady one, and how many outputs were wrong.
+    """Time configurations and baselines; count the outputs that were wrong.
 
     Warm has all configurations and the baselines. Steady has the fastest configuration, as `ours`,
     and the baselines; it is empty unless `stream` is set.
@@ -318,7 +318,7 @@ def _timed(
 
 
 def _judge(measured: Timed | Untimed, *, target: float | None) -> list[Finding]:
-    """What is wrong with one measurement."""
+    """Find what is wrong with one measurement."""
     where = measured.model_dump(include={"program", "dtype", "sizes"})
     return [Finding(message=message, where=where) for message in _faults(measured, target)]
 

@@ -1,4 +1,4 @@
-"""Cases for programs that ask for an element's row or column: places beyond the check shapes.
+"""Cases beyond the check shapes, for programs that read places.
 
 A program can be right at the shapes that are checked and wrong further out. So it is evaluated
 around each of its constants, and as far out as the bench shapes reach: in tall and in wide outputs.
@@ -29,7 +29,7 @@ _MOST = 12  # constants that are looked at
 
 
 class Case(NamedTuple):
-    """A shape, and the program at places that are moved; `label` says which."""
+    """A shape and a program at moved places, with words for it."""
 
     label: str
     sizes: Mapping[str, int]
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Iterator[Case]:
-    """List the cases of a program; none where it asks for no place."""
+    """List a program's cases; none where it asks for no place."""
     graph = program.graph
     if not any(node.op in _OPS for node in graph.nodes):
         return
@@ -54,14 +54,14 @@ def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Ite
 
 
 def constants(graph: Graph) -> list[int]:
-    """List the whole numbers of a graph, and those of its reciprocals, that may bound a place."""
+    """List the whole numbers of a graph that may bound a place."""
     values = (abs(node.value) for node in graph.nodes if node.op == "const")
     numbers = (x for value in values if value for x in (value, 1 / value))
     return sorted({round(x) for x in numbers if 2 <= x < _FARTHEST})[-_MOST:]
 
 
 def moved(program: Program, row: int, column: int) -> Program:
-    """Move the places of a program, as if its output began at this row and column."""
+    """Move a program's places, as if its output began there."""
     offsets = {"row_index": row, "column_index": column}
     nodes: list[Node] = []
     place: list[int] = []
@@ -76,9 +76,7 @@ def moved(program: Program, row: int, column: int) -> Program:
 
 
 def uniform(spec: Spec, binding: Mapping[str, str]) -> bool:
-    """Whether the reference is the same function in every row and column: rolled operands give
-    rolled outputs."""
-
+    """Whether the reference is the same function in every place."""
     sizes, types = _uniform_shape(spec), spec.default_types()
     inputs = draw_inputs(spec, sizes, types, seed=1, binding=binding)
     truth = run_reference(spec, inputs, binding=binding, exact=True)
@@ -97,7 +95,7 @@ def uniform(spec: Spec, binding: Mapping[str, str]) -> bool:
 def _rolled(
     spec: Spec, binding: Mapping[str, str], values: Mapping[str, Any], dim: str, part: Fraction
 ) -> dict[str, Any]:
-    """Roll the axes of tensors that are over a dim, by the same part of each."""
+    """Roll axes that are over a dim by the same part."""
     rolled = dict(values)
     for name, value in values.items():
         shape = {**spec.inputs, **spec.outputs}[name].shape
@@ -109,7 +107,7 @@ def _rolled(
 
 
 def _uniform_shape(spec: Spec) -> dict[str, int]:
-    """The base shape with enough columns to roll."""
+    """Give the base shape enough columns to roll."""
     n = spec.gemm_dims[1]
     base = dict(base_shape(spec))
     if spec.dims[n].only is None:
@@ -118,7 +116,7 @@ def _uniform_shape(spec: Spec) -> dict[str, int]:
 
 
 def _long_shapes(spec: Spec, program: Program, numbers: list[int]) -> Iterator[Case]:
-    """Tall and wide shapes; of dims that hang together, the bench shapes with a short K."""
+    """List tall and wide shapes, else bench shapes with a short K."""
     m, n, k = spec.gemm_dims
     base = base_shape(spec)
     if len(spec.dims) != 3:

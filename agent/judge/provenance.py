@@ -1,4 +1,4 @@
-"""Digests of a spec and a candidate, and versions of the packages that compile it."""
+"""Digests of specs and candidates, and versions of compiling packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODULES = {"nvidia-cutlass-dsl": "cutlass", "quack-kernels": "quack"}
 
 
 def version(package: str) -> str | None:
-    """Installed version of a distribution; the module's own word where it is only on the path."""
+    """Find a distribution's version, or its module's own word."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -22,12 +22,12 @@ def version(package: str) -> str | None:
 
 
 def digests(spec: Spec, text: str) -> dict[str, str]:
-    """SHA-256 of a spec and of a candidate's text."""
+    """Give SHA-256 of a spec and of a candidate's text."""
     return {"spec": spec.digest, "candidate": sha(text)}
 
 
 def sha(text: str) -> str:
-    """`sha256:` and the hash of `text`, line ends normalised."""
+    """Give `sha256:` and the hash of `text`, line ends normalised."""
     # A text with half a surrogate pair has a digest too, and a verdict.
     data = text.replace("\r\n", "\n").encode("utf-8", "surrogatepass")
     return "sha256:" + hashlib.sha256(data).hexdigest()

@@ -1,4 +1,4 @@
-"""A program in float32's range: what overflows or vanishes there, and not in float64.
+"""A program in float32's range: what overflows or vanishes there alone.
 
 Both readings run in float64 with each result held to a range: too large becomes an infinity,
 too small 0. Nothing is rounded, so no other error of float32 enters. The program has
@@ -32,7 +32,7 @@ _RIGHT, _SINGLE, _WRONG = 2.0**-20, 2.0**-4, 2.0**-6
 
 
 def hold(value: Any, least: float, most: float) -> Any:
-    """Put a tensor's elements into a range: 0 below `least`, an infinity from `most` on."""
+    """Hold elements in a range: 0 below `least`, infinite from `most`."""
     import torch
 
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -45,7 +45,7 @@ def hold(value: Any, least: float, most: float) -> Any:
 def range_fault(
     variant: Variant, inputs: Inputs, truth: Outputs, results: Outputs
 ) -> Finding | None:
-    """Find an output that leaves float32's range where the reference stays in it.
+    """Find an output that leaves float32's range, unlike the reference.
 
     Args:
         variant: What is judged.
@@ -53,7 +53,6 @@ def range_fault(
         truth: The exact outputs.
         results: The program's in float64, which are right.
     """
-
     narrow = functools.partial(hold, least=_FLOAT32[0], most=_FLOAT32[1])
     seen = replayed(variant.spec, variant.program, inputs, narrow)
     values = {o: narrow(value) for o, value in seen.items()}
@@ -88,7 +87,7 @@ def range_fault(
 
 
 def _stays(variant: Variant, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Find where the reference is right in float32, and with inputs somewhat larger or smaller.
+    """Find where the reference stays right in float32, somewhat scaled too.
 
     PyTorch's own functions overflow inside, too: near that edge another form may do so earlier.
     """
@@ -115,7 +114,7 @@ def _near(value: torch.Tensor, due: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def _culprit(variant: Variant, inputs: Inputs) -> str:
-    """Name the first value of the graph that leaves the range by itself."""
+    """Name the first value that leaves the range by itself."""
     import torch
 
     seen, graph = list[tuple[Any, Any]](), variant.program.graph

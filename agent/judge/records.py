@@ -1,4 +1,4 @@
-"""What the judge says: a report for each gate, a verdict for each candidate.
+"""The judge's data: a report for each gate, and what it holds.
 
 All of it is data that JSON can carry and that reads itself back. A field that is None is left out
 of the JSON, so a record without times has no key for them.
@@ -75,7 +75,7 @@ Tiles = Annotated[
 
 
 def rank(level: str | None) -> int:
-    """The place of a level in `LEVELS`; -1 of what is none: nothing shown, or revoked."""
+    """Place a level in `LEVELS`; -1 for none, or revoked."""
     return LEVELS.index(level) if level in LEVELS else -1
 
 
@@ -100,14 +100,14 @@ class RefusedTile(Record):
 
     @classmethod
     def of(cls, finding: Finding) -> Self:
-        """The tile that a finding names."""
+        """Take the tile that a finding names."""
         about = {key: finding.where[key] for key in ("program", "dtype", "tile")}
         where = {k: v for k, v in finding.where.items() if k not in ("there", "rows", "outputs")}
         return cls(**about, fault=finding.message, where=where)
 
 
 class Resources(Record):
-    """What the compiler made of a kernel; None where it does not say."""
+    """What the compiler made of a kernel, as far as known."""
 
     registers: int | None = None
     stack_bytes: int | None = None
@@ -130,7 +130,7 @@ class CompiledKernel(Resources):
 
 
 class CompileReport(Record):
-    """What the compile gate saw: each kernel, and the digest of each program."""
+    """What the compile gate saw: kernels, and digests of programs."""
 
     kernels: tuple[CompiledKernel, ...]
     programs: dict[str, str]
@@ -146,7 +146,7 @@ class CompileReport(Record):
 
 
 class WorstError(Record):
-    """The largest error of a program in one element type, over cases and admitted tiles.
+    """The largest error of a program in one type, over its cases.
 
     Attributes:
         ratio: Error over bound, in norm or worst tile.
@@ -173,8 +173,7 @@ class NumericsReport(Record):
 
 
 class Ratio(Record):
-    """How many times faster one contender is: the median of the rounds' ratios and its 99.8 %
-    interval."""
+    """How many times faster one is: median ratio, 99.8 % interval."""
 
     ratio: float
     low: float
@@ -211,21 +210,16 @@ class Clock(Record):
 
 
 class Timing(Record):
-    """A contender's times in microseconds: median, its 95 % interval, and every one that counts."""
+    """A contender's times in microseconds: median, 95 % interval, all that count."""
 
     median_us: float
     interval_us: tuple[float, float]
     times_us: tuple[float, ...]
     clock: Clock | None = None
 
-    @property
-    def rounds(self) -> int:
-        """How many count."""
-        return len(self.times_us)
-
 
 class Figures(Record):
-    """The kernel, as `ours`, beside the bare GEMM and the reference under torch.compile."""
+    """The kernel, as `ours`, beside bare GEMM and torch.compile."""
 
     of_gemm: Ratio
     over_compile: Ratio
@@ -246,7 +240,7 @@ class Rates(Record):
 
 
 class Timed(Figures):
-    """A program in one element type at one shape, timed in the warm regime.
+    """A program in one element type at one shape, timed warm.
 
     Attributes:
         program: Its name, where it is not the report's.
@@ -276,7 +270,7 @@ class Timed(Figures):
 
 
 class Untimed(Failure):
-    """A program that has no times in one element type at one shape."""
+    """A program without times in one element type and shape."""
 
     program: str | None = None
     dtype: str
@@ -287,7 +281,7 @@ class Untimed(Failure):
 
 
 class PerformanceReport(Record):
-    """What the performance gate saw: the default program everywhere, each variant at one shape."""
+    """What the performance gate saw: default program, and variants at one shape."""
 
     program: str
     cells: tuple[Timed | Untimed, ...]
@@ -314,8 +308,7 @@ class SurveyedShape(Record):
 
 
 class Survey(Record):
-    """Times of a program's right configurations over shapes, on a GPU of so many SMs; `dtype` is
-    that of A."""
+    """Times of right configurations over shapes; `dtype` is A's."""
 
     sms: int
     dtype: str
@@ -344,7 +337,7 @@ class Outcome(Record, Generic[ReportT]):
     survey: Survey | None = None
 
     def refusing(self, tiles: Iterable[RefusedTile]) -> Self:
-        """The same with more refused tiles in its report, if it has one."""
+        """Add refused tiles to the report, if there is one."""
         if self.report is None or isinstance(self.report, CompileReport):
             return self
         refused = (*self.report.refused_tiles, *tiles)
@@ -352,7 +345,7 @@ class Outcome(Record, Generic[ReportT]):
         return self.model_copy(update={"report": report})
 
     def joined(self, other: Self) -> Self:
-        """Two outcomes of the numerics gate, of other programs or types, as one."""
+        """Join outcomes of numerics of other programs or types."""
         report = self.report or other.report
         if isinstance(report, NumericsReport) and isinstance(other.report, NumericsReport):
             worst = report.worst | other.report.worst

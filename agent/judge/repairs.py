@@ -1,4 +1,4 @@
-"""Name the mistake in a wrong program: the one small edit that makes it right.
+"""The one small edit that makes a wrong program right.
 
 - Each edit changes a node of the graph, or one use of it: another operation, a sign, an operand, a
   constant, a factor on the other side of an activation. It counts where the edited program gives

@@ -1,4 +1,4 @@
-"""A program's graph on one set of inputs, with some of its values changed; and digits it loses.
+"""A graph with some values changed; and digits it loses.
 
 `Replay` answers what an output would be with other values in some places, in float64. With it an
 overflow and a rounding are followed through the graph, and `repairs.py` looks for mistakes.
@@ -38,7 +38,7 @@ MISFITS = (CodaError, ArithmeticError, RuntimeError, TypeError, ValueError, Inde
 
 
 class Mistake(NamedTuple):
-    """A fault, a key of `FAULTS` here or in `diagnosis.py`, and one sentence."""
+    """A fault, a key of `diagnosis.FAULTS`, and one sentence."""
 
     fault: str
     text: str
@@ -52,7 +52,7 @@ def is_small(difference: torch.Tensor, truth: torch.Tensor) -> bool:
 
 
 class Replay:
-    """A program on one set of inputs, of some rows, and the truth of one of its outputs."""
+    """A program on some rows of inputs, and an output's truth."""
 
     def __init__(
         self, variant: Variant, o: str, inputs: Inputs, truth: torch.Tensor,
@@ -95,7 +95,7 @@ class Replay:
         self._due = self.truth.flatten()[self._probed]
 
     def run(self, changes: Mapping[Any, Any]) -> torch.Tensor:
-        """The output with other values in some places."""
+        """Compute the output with other values in some places."""
         self.runs += 1
         values, moved = list(self.values), {i for i in changes if isinstance(i, int)}
         touched = {place[0] for place in changes if isinstance(place, tuple)}
@@ -112,7 +112,7 @@ class Replay:
         return self._stored(changes.get((-1, 0), values[self.root]), kind)
 
     def branched(self, changes: Mapping[Any, Any]) -> bool:
-        """Whether the changes of the last run lead an element into another branch."""
+        """Whether the last run's changes lead into another branch."""
         both = zip(self.values, self.after, strict=True)
         return any(
             (i in changes and n.op == "where")
@@ -121,7 +121,7 @@ class Replay:
         )
 
     def _applied(self, op: str, *args: Any) -> Any:
-        """An operation's value; what overflows in float32 is no way to compute anything."""
+        """Apply an operation, in float32 where `single`."""
         value = operation(op).torch(*args)
         return value.float().double() if self.single else value
 
@@ -138,8 +138,7 @@ class Replay:
         return stored if self.added is None else self.added + stored
 
     def right(self, changes: Mapping[Any, Any]) -> bool:
-        """Whether with these changes the output is the truth: nearly everywhere, and in single
-        precision to a few digits."""
+        """Whether changes make the output right, or nearly in single precision."""
         import torch
 
         try:
@@ -167,7 +166,7 @@ class Replay:
 def lost_digits(
     variant: Variant, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor
 ) -> Mistake | None:
-    """Find what a program that means the right thing loses in float32, or None."""
+    """Find what a right program loses in float32, or None."""
     exact = {x: _exact(v) for x, v in inputs.items()}
     replay = Replay(variant, o, exact, truth)
     replay.out = out.double()
@@ -177,7 +176,7 @@ def lost_digits(
 
 
 def found_lost(replay: Replay, unit: float) -> Mistake | None:
-    """An overflow, or a rounding by `unit` that the operations after it blow up."""
+    """Find an overflow, or a rounding that later operations blow up."""
     import torch
 
     wrong, nodes = replay.wrong, replay.graph.nodes
@@ -216,7 +215,7 @@ def found_lost(replay: Replay, unit: float) -> Mistake | None:
 
 
 def _apart(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """The distance of each element as a share of the truth; 0 where the truth is no number."""
+    """Measure each element's distance as a share of a finite truth."""
     import torch
 
     share = (out - truth).abs() / truth.abs().clamp_min(1e-290)
@@ -240,8 +239,7 @@ def _tensors(values: Iterable[Any]) -> list[Any]:
 
 
 class Reading:
-    """A graph's nodes, each read once: as text, and all that it is computed from. A search asks for
-    both thousands of times."""
+    """A graph's nodes as text, with all they are computed from."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = graph.nodes
@@ -251,7 +249,7 @@ class Reading:
             self._below.append({i}.union(*(self._below[a] for a in n.args)))
 
     def below(self, i: int) -> set[int]:
-        """A node and all that it is computed from."""
+        """List a node and all that it is computed from."""
         return self._below[i]
 
     def use(self, place: Any) -> str:
@@ -262,7 +260,7 @@ class Reading:
 
 
 def expression(graph: Graph, i: int, length: int = 48) -> str:
-    """A node as one would write it; what is deep inside is left out where it grows long."""
+    """Write a node as an author would, to some length."""
     for depth in (8, 5, 4, 3, 2, 1):
         text = _written(graph, i, depth)
         if len(text) <= length:

@@ -1,4 +1,4 @@
-"""What gives a program's outputs on a spec's inputs: the compiled kernel, or the interpreter."""
+"""Runners of a program: the compiled kernel, or the interpreter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GUARD = 0xA5
 
 
 def held(spec: Spec, program: Program, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """What an output that is added to in place holds before a run: output to input tensor."""
+    """Give what in-place outputs hold before a run, by output."""
     place = spec.in_place
     return {place.output: inputs[place.input]} if place and program.accumulated else {}
 
@@ -36,8 +36,7 @@ def run_kernel(
     config: TileConfig,
     dtypes: Dtypes,
 ) -> dict[str, torch.Tensor]:
-    """Launch the compiled kernel into NaN-poisoned outputs, but for what it adds to, and fold
-    reductions to final values.
+    """Launch the compiled kernel, and fold reductions to final values.
 
     Raises:
         LaunchError: it wrote outside an output.
@@ -75,7 +74,7 @@ def run_interpreter(
     *,
     raw: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The interpreter's outputs, or raw partials, in blocks of the configuration's tile."""
+    """Interpret in blocks of a tile, to outputs or raw partials."""
     blocks = {"block": config.tile_n, "row_block": config.tile_m}
     return interpreted(spec, program, inputs, dtypes=dtypes, raw=raw, **blocks)
 
@@ -83,7 +82,7 @@ def run_interpreter(
 def interpreted(
     spec: Spec, program: Program, inputs: Inputs, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """`primitives.interpret.interpret` on a spec's inputs."""
+    """Call `primitives.interpret.interpret` on a spec's inputs."""
     from coda_agent.primitives.interpret import interpret
 
     a, b = (inputs[name] for name in spec.gemm)
@@ -101,10 +100,11 @@ def replayed(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch works in one thread: for small tensors more wait for one another, and where other
-    processes compile they took 24 s of processor time for 2.6 s of work."""
+    """Let torch work in one thread."""
     import torch
 
+    # For small tensors more wait for one another, and where other processes compile they took 24 s
+    # of processor time for 2.6 s of work.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -38,7 +38,7 @@ class Samples:
     rounds: tuple[int, ...] = ()
 
     def by_round(self) -> dict[int, float]:
-        """The times by round.
+        """List the times by round.
 
         Raises:
             MachineError: there are none.
@@ -61,11 +61,11 @@ class Samples:
         return statistics.median(self.trusted_us)
 
     def interval_us(self) -> tuple[float, float]:
-        """95 % interval of the median."""
+        """Give the 95 % interval of the median."""
         return interval(self.trusted_us, 0.05)
 
     def timing(self) -> Timing:
-        """The times as they are kept.
+        """Give the times as they are kept.
 
         Raises:
             MachineError: there are none.
@@ -80,7 +80,7 @@ class Samples:
 
 
 def speedup(ours: Samples, other: Samples) -> Ratio:
-    """How many times faster `ours` is: median of the rounds' ratios, and its 99.8 % interval.
+    """Give how many times faster `ours` is: median ratio and interval.
 
     Raises:
         MachineError: one of them has no times, or they have no round in common.
@@ -99,17 +99,16 @@ def different(ratio: Ratio) -> bool:
 
 
 def interval(values: Sequence[float], miss: float) -> tuple[float, float]:
-    """Order statistics that miss the median of the values' distribution with probability `miss` at
-    most. They are the extremes where there are too few values for that: for `MISS`, below 10."""
+    """Bound a median by order statistics, missed with probability `miss` at most."""
     ordered, k = sorted(values), _rank(len(values), miss)
     return ordered[k - 1], ordered[-k]
 
 
 @lru_cache(maxsize=64)
 def _rank(n: int, miss: float) -> int:
-    """The largest k with 2 P(X < k) ≤ miss, X binomial(n, 1/2); at least 1."""
+    """Find largest k with 2 P(X < k) ≤ miss, X binomial."""
     below, k = 0, 0
     while k < n // 2 and 2 * (below + math.comb(n, k)) <= miss * 2**n:
         below += math.comb(n, k)
         k += 1
-    return max(k, 1)
+    return max(k, 1)  # the extremes, where values are too few: for `MISS`, below 10

@@ -1,4 +1,4 @@
-"""Gate 1: is the candidate's text in the candidate language, and what does it compute?"""
+"""Gate 1: is the text a candidate, and what does it compute?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_candidate(spec: Spec, text: str) -> tuple[dict[str, Program], list[Finding]]:
-    """Read the programs that a spec asks for, or find what is wrong with the text."""
+    """Read the programs of a spec, or find the text's faults."""
     try:
         return read_programs(text, [spec.variant(b) for b in spec.bindings()]), []
     except TextError as error:

@@ -1,4 +1,4 @@
-"""Inputs beside the spec's own draws, on which a wrong program cannot hide.
+"""Inputs on which a wrong program cannot hide.
 
 Small integers have results without rounding. In a one-hot row, a misplaced or forgotten element
 stands alone. Extreme scales, NaN and infinities show what a program does beyond the usual values,
@@ -61,14 +61,14 @@ def _volume(sizes: Mapping[str, int]) -> int:
 
 
 def base_shape(spec: Spec) -> Mapping[str, int]:
-    """The smallest check shape with more than a row and a few columns, or else the largest."""
+    """Find the smallest check shape of some extent, or the largest."""
     m, n, _ = spec.gemm_dims
     shapes = sorted(spec.check_shapes, key=_volume)
     return next((s for s in shapes if s[m] > 1 and s[n] > 16), shapes[-1])
 
 
 def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Structure]:
-    """What is checked beside the spec's own draws, for one element type.
+    """List what is checked beside the spec's own draws, in one type.
 
     Shapes are the spec's own. Only the number of rows, or K, may be another, where the spec has no
     dims but M, N and K.
@@ -132,7 +132,7 @@ def _plain(spec: Spec, name: str) -> bool:
 
 
 def _twins(spec: Spec, binding: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Pairs of inputs of one shape and type that are only read."""
+    """List pairs of inputs of one kind that are only read."""
     seen: dict[Hashable, str] = {}
     for name, tensor in spec.inputs.items():
         shape = spec.symbolic_shape(name, binding)
@@ -153,7 +153,7 @@ def _copied(inputs: Inputs, *_: object, one: str, other: str) -> Inputs:
 
 
 def _integers(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    """Every input rounded to a grid whose step is a power of two.
+    """Round every input to a grid of a power of two.
 
     The largest power of two below an input's root mean square is `factor` steps of its grid for A
     and B, and 2 steps for the rest.
@@ -194,8 +194,7 @@ def _plant(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float
 def _plant_operands(
     inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float
 ) -> Inputs:
-    """A NaN in every floating tensor beside A and B; or infinities of both signs, where the spec
-    takes any number."""
+    """Plant NaN or infinities in floating tensors beside A and B."""
     changed: Inputs = {}
     for name, value in inputs.items():
         if name in spec.gemm or not _plain(spec, name):
@@ -218,7 +217,7 @@ def _permutation(inputs: Inputs, spec: Spec, generator: torch.Generator, factor:
 
 
 def _selecting(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Rows with a single 1; every column is taken once before any is taken twice."""
+    """Make rows with a single 1, columns in equal shares."""
     import torch
 
     rows, k = x.shape

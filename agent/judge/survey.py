@@ -1,4 +1,4 @@
-"""Times of every right configuration over a range of shapes: what a dispatch model is fitted to.
+"""Times of right configurations over shapes, for a dispatch model.
 
 - Configurations are checked at two shapes: a ragged one, and one with K long enough for every part.
 - Timing is the tuner's warm regime with less of it: calls are queued without a pause, two products
@@ -38,7 +38,7 @@ _CHECKED = ((77, 288, 320), (48, 512, 4096))
 def survey(
     spec: Spec, programs: Mapping[str, Program], admitted: Tiles, *, progress: Progress
 ) -> Survey:
-    """Times of the default program in one element type at the spec's bench shapes.
+    """Time the default program in one type at the bench shapes.
 
     Raises:
         MachineError: the GPU is in use.
@@ -79,7 +79,7 @@ def _right(
     element: str,
     configs: Sequence[TileConfig],
 ) -> list[TileConfig]:
-    """The configurations that compute the right result at every one of `_CHECKED`."""
+    """Choose the configurations that are right at every one of `_CHECKED`."""
     for shape in _CHECKED:
         sizes = dict(zip(spec.gemm_dims, shape, strict=True))
         problem = Problem(spec, program, binding, sizes, element)
@@ -88,9 +88,7 @@ def _right(
 
 
 def _timed(clock: DeviceClock, runs: Mapping[TileConfig, Launched]) -> dict[TileConfig, float]:
-    """Median microseconds of each, in a random order each round; the least of one that is far from
-    the fastest. Those near the fastest of a long product are as far from it as they are on average
-    of both regimes."""
+    """Time each in random order each round: median microseconds."""
     times: dict[TileConfig, list[float]] = {config: [] for config in runs}
     for run in runs.values():
         run(0)
@@ -121,7 +119,7 @@ def _round(
     runs: Mapping[TileConfig, Launched],
     times: Mapping[TileConfig, list[float]],
 ) -> None:
-    """Adds a time of each to its `times`."""
+    """Add a time of each to its `times`."""
     clock.settle()
     clock.spin(1000.0)
     marks = {}

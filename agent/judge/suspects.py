@@ -1,4 +1,4 @@
-"""Faults that could have made a wrong output, and the output that each predicts."""
+"""Faults, and the wrong output that each predicts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def structural(about: WrongOutput) -> Iterator[Suspect]:
 
 
 def _neighbours(about: WrongOutput) -> Suspect:
-    """Suspect that each tile is what belongs into one of its neighbours, or right."""
+    """Suspect that each tile holds a neighbour's content, or its own."""
     import torch
 
     (rows, columns), (height, width) = about.truth.shape, about.tile
@@ -76,7 +76,7 @@ def counterfactual(about: WrongOutput) -> Iterator[Suspect]:
 
 
 def _worst_rows(about: WrongOutput) -> Rows:
-    """Choose the rows to run the reference on; all, where rows cannot be told apart."""
+    """Choose the rows to run the reference on, or all."""
     m, n = (about.inputs[x].shape[0] for x in about.gemm)
     sizes = {v.shape[0] for x, v in about.inputs.items() if x not in about.gemm and _is_array(v)}
     if m == n or not sizes <= {m, n} or len(about.truth) != m or m <= _ROWS:
@@ -159,7 +159,7 @@ def _changes(about: WrongOutput, rows: Rows) -> Iterator[tuple[str, str, Inputs]
 def _factor_changes(
     about: WrongOutput, x: str, value: Any, rows: Rows
 ) -> Iterator[tuple[str, str, Inputs]]:
-    """Fit a factor on input `x`, by least squares along 2 · x."""
+    """Fit a factor on an input, by least squares."""
     doubled = _predict(about, {x: value * 2}, rows)
     if doubled is None:
         return

@@ -1,4 +1,4 @@
-"""Cases on the jumps of a function: halves that are rounded, thresholds that are met, signs of 0.
+"""Cases on a function's jumps: halves, thresholds, signs of 0.
 
 Elsewhere a difference at a jump is excused, since errors of arithmetic decide to which side a value
 falls. Here there are none: rows of A pick single elements of B, and these, like all other inputs,
@@ -41,7 +41,7 @@ _BLOCK = 16  # columns, the fewest that a group has
 
 
 class Draw(NamedTuple):
-    """Inputs on jumps, and words for them; whether float32 `alone` tells sides there."""
+    """Inputs on jumps; does float32 `alone` tell sides there?"""
 
     label: str
     inputs: dict[str, Any]
@@ -49,7 +49,7 @@ class Draw(NamedTuple):
 
 
 def tie_draws(variant: Variant, seed: int) -> Iterator[Draw]:
-    """Draw halves, thresholds with the numbers on both sides, and powers of two with theirs."""
+    """Draw halves, thresholds and powers of two, with their neighbours."""
     import torch
 
     spec, binding, graph = variant.spec, variant.binding, variant.program.graph
@@ -74,7 +74,7 @@ def _drawn(
     spec: Spec, binding: Mapping[str, str], pool: torch.Tensor, factors: tuple[float, ...],
     seed: int, i: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Draw matrices from a pool and vectors from factors; rows of A pick single elements of B."""
+    """Draw inputs; rows of A pick single elements of B."""
     import torch
 
     generator = torch.Generator().manual_seed(seed + i)
@@ -104,8 +104,7 @@ def _drawn(
 def _powers(
     picks: torch.Tensor, like: torch.Tensor, most: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw rows of A that are powers of two times one-hot, and B such that the largest of a group
-    of columns is that power, or a number beside it."""
+    """Draw powers of two for rows of A and groups of B."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +135,7 @@ def _sides(values: torch.Tensor) -> torch.Tensor:
 def differing(
     variant: Variant, inputs: Mapping[str, Any], o: str, out: torch.Tensor, truth: torch.Tensor
 ) -> torch.Tensor:
-    """Find the elements of an output that are exact in both and not equal."""
+    """Find elements that are exact in both and not equal."""
     import torch
 
     wide = variant.reference(inputs, wide=torch.float32)[o]
@@ -156,7 +155,7 @@ def called(function: Any) -> str:
 
 
 def bare(function: Any, args: tuple[Any, ...], result: Any, sign: float = 1.0) -> Any:
-    """Lay bare what a reference loses, as a `touch` of its run: a program may keep it.
+    """Lay bare what a reference loses, as a `touch` of its run.
 
     A sum that float64 rounds moves by `MARK` of it: (x + 0.5) - 0.5 is 0 at x = 2^-120 in every
     type, and so is log(1 + e^-40) in float64. A sine is NaN at an angle of which float32 keeps too
@@ -182,14 +181,13 @@ def floating(value: Any) -> bool:
 
 
 def is_short(value: float) -> bool:
-    """Whether a number has at most eight bits, as a person means it exactly."""
+    """Whether a number has at most eight bits, meant exactly."""
     mantissa, _ = math.frexp(value)
     return math.isfinite(value) and mantissa * 256 == round(mantissa * 256)
 
 
 def _computed_with(graph: Graph) -> list[float]:
-    """List the constants of a graph that are more than a bound: what is multiplied by one that
-    float32 rounds may miss a half."""
+    """List a graph's constants that are more than a bound."""
     nodes = graph.nodes
     used = {a for n in nodes if n.op not in ("maximum", "minimum") for a in n.args}
     return [n.value for i, n in enumerate(nodes) if n.op == "const" and i in used]
@@ -208,7 +206,7 @@ def rounded_number(value: float) -> float:
 
 
 def _values(numbers: set[float]) -> torch.Tensor:
-    """List halves around 0, around the ends of 8 bits, and around numbers."""
+    """List halves around 0, the ends of 8 bits, and numbers."""
     import torch
 
     centres = {0.0, 127.0, 128.0} | {c for c in numbers if c < 2**15}

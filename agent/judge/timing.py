@@ -35,7 +35,7 @@ Call = Callable[[int], object]
 
 
 class Contender(NamedTuple):
-    """A call, and what is called with the same number around it, on the same stream.
+    """A call, and what is called around it, equally numbered.
 
     Attributes:
         call: What is timed.
@@ -79,18 +79,17 @@ _LEAD_US = 2000.0  # how far the host is ahead of the device when a stream begin
 
 @lru_cache(maxsize=1)
 def _gpu() -> DeviceClock:
-    """The process's one device clock; a clock that answered once has to go on answering."""
+    """Make the process's one clock, which has to go on answering."""
     return DeviceClock()
 
 
 class _Reading(NamedTuple):
-    """One call in microseconds: between its events; what the host saw beyond the events of the
-    whole window; the host's part of the call; one product before it."""
+    """One call in microseconds."""
 
-    event_us: float
-    unseen_us: float
-    host_us: float
-    product_us: float
+    event_us: float  # between its events
+    unseen_us: float  # what the host saw beyond the events of the whole window
+    host_us: float  # the host's part of the call
+    product_us: float  # one product before it
 
 
 def _whole(contenders: Contenders) -> dict[str, Contender]:
@@ -184,8 +183,7 @@ def _interleaved(
 
 
 def _hidden(readings: Mapping[str, Sequence[_Reading]]) -> dict[str, list[float]]:
-    """What the host saw beyond the events, by contender and round, less what it sees of a punctual
-    empty call."""
+    """Find what the host saw beyond the events and an empty call."""
     # The lower quartile stands for a punctual call: on a busy host a call is late now and then, but
     # never early. On one H200's host the median call of cuBLAS's product was 12 to 47 us later.
     empty = sorted(r.unseen_us for r in readings[_NOTHING])
@@ -194,13 +192,12 @@ def _hidden(readings: Mapping[str, Sequence[_Reading]]) -> dict[str, list[float]
 
 
 def _kept(seen: Sequence[_Reading], hidden: Sequence[float]) -> tuple[int, ...]:
-    """The rounds about which events and host agree."""
+    """List the rounds about which events and host agree."""
     return tuple(i for i, us in enumerate(hidden) if abs(us) <= _tolerance(seen[i].event_us))
 
 
 def _enough(readings: Mapping[str, Sequence[_Reading]], rounds: int) -> bool:
-    """Whether half as many rounds as were asked for count, of every contender, and more than half
-    as many as of the empty call."""
+    """Whether enough rounds count, of every contender."""
     hidden = _hidden(readings)
     kept = {name: len(_kept(seen, hidden[name])) for name, seen in readings.items()}
     return 2 * min(kept.values()) >= max(rounds, kept[_NOTHING] + 1)
@@ -231,7 +228,7 @@ def _window(
 
 
 def steady(contenders: Contenders, *, rounds: int = 3, gpu: Device = None) -> dict[str, Samples]:
-    """Time every contender's calls back to back, up to 100 ms of them, in `rounds` random orders.
+    """Time every contender's calls back to back, in random orders.
 
     Only the second half counts: on an H200 a product of 4096 was at its clock after some 40 calls.
     A spin holds the device until the host is far enough ahead, so host time stays out. A stream
@@ -274,7 +271,7 @@ def steady(contenders: Contenders, *, rounds: int = 3, gpu: Device = None) -> di
 
 
 def _plans(gpu: Device, contenders: Mapping[str, Contender]) -> dict[str, tuple[int, float]]:
-    """How many calls make each stream, and how many microseconds the host has to be ahead.
+    """Plan each stream: calls, and microseconds the host is ahead.
 
     All streams last equally long, since a longer one would be at the clock of a hotter GPU.
     """
@@ -292,7 +289,7 @@ def _plans(gpu: Device, contenders: Mapping[str, Contender]) -> dict[str, tuple[
 
 
 def _stream(gpu: Device, call: Call, calls: int, lead_us: float) -> tuple[float, str]:
-    """Microseconds a call in the second half of a stream, and why they do not count."""
+    """Time a call in a stream's second half, or say why not."""
     gpu.settle()
     opened = gpu.now_us()
     first = gpu.mark()
@@ -328,7 +325,7 @@ class _Traced(NamedTuple):
 def _trace(
     gpu: Device, contenders: Mapping[str, Contender], products: int, spin_us: float
 ) -> tuple[dict[str, list[_Traced]], str]:
-    """A few calls of each contender under the profiler, and what went wrong with that.
+    """Trace a few calls of each contender, or say why not.
 
     CUPTI may have answered before in this process and not answer now, or it may have lost kernels.
     """
@@ -364,7 +361,7 @@ def _trace(
 
 
 def _marked(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """The spans between the first and the second mark, between the third and the fourth, …"""
+    """Group spans between odd marks and the even ones after them."""
     group: list[Span] | None = None
     for span in sorted(spans, key=lambda s: s.start_us):
         if SPIN not in span.name:
@@ -378,8 +375,7 @@ def _marked(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _compared(traced: Sequence[_Traced], clock: Clock) -> tuple[Clock, str]:
-    """`clock` with what CUPTI saw, and where that disagrees with the events of the same calls: it
-    saw more than they did, or the device idled between them."""
+    """Add what CUPTI saw to a clock, and where they disagree."""
     busy = statistics.median(busy_us(t.spans) for t in traced)
     event = statistics.median(t.event_us for t in traced)
     launches = tuple(sorted({len(t.spans) for t in traced}))

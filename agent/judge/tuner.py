@@ -1,4 +1,4 @@
-"""Which configuration is fastest at a shape, among those that compute the right result there.
+"""A search for the fastest right configuration at a shape.
 
 Three rounds of elimination, all interleaved: every admitted configuration; the best few in other
 rasterisation orders, which need no other code; the best of those again, for longer.
@@ -48,8 +48,7 @@ def tune(
     *,
     progress: Progress,
 ) -> Tuned:
-    """The fastest right configurations of the default program at the spec's bench shapes: dtype of
-    A to the lines of tuned.json.
+    """Find the default program's fastest right configurations at the bench shapes.
 
     Raises:
         CompileError: no configuration computes the right result at a shape.
@@ -73,7 +72,7 @@ def searched(
     *,
     progress: Progress,
 ) -> Iterator[tuple[Problem, list[tuple[TileConfig, float]]]]:
-    """The default program in each element type at each bench shape, and what its search found.
+    """Search for the default program's tiles, by type and bench shape.
 
     Raises:
         MachineError: the GPU is in use, or its clocks disagree about every configuration.
@@ -96,8 +95,10 @@ def ranked(
     rounds: int,
     clock: Callable[[Mapping[str, CallT], int], Mapping[str, Samples]],
 ) -> list[tuple[TileConfig, float]]:
-    """Configurations with their median time in microseconds, fastest first; without those about
-    which the clocks disagree. `clock` times them side by side, as `timing.interleave`.
+    """Order configurations by their median time in microseconds, with it.
+
+    Those about which the clocks disagree are left out. `clock` times them side by side, as
+    `timing.interleave`.
 
     Raises:
         MachineError: the clocks disagree about every one.
@@ -111,7 +112,7 @@ def ranked(
 
 
 class Problem:
-    """One element type at one shape: a checked case, and a second set of inputs to alternate."""
+    """One element type at one shape: a case, and other inputs."""
 
     def __init__(
         self,
@@ -140,12 +141,14 @@ class Problem:
         return a.shape[0], b.shape[0], a.shape[1]
 
     def run(self, config: TileConfig) -> Launched:
-        """The program in one configuration, with its own output buffers."""
+        """Take the program in one configuration, with its own output buffers."""
         return Launched(self.spec, self.program, self.inputs, self.dtypes, config)
 
     def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
-        """Right configurations with their median time in microseconds, fastest first; those that
-        came into the last round stand before the others."""
+        """Order right configurations by their median time in microseconds, with it.
+
+        Those that came into the last round stand before the others.
+        """
         suited = offered(self.program, [self.mnk])
         right = [c for c in configs if c in suited and self.is_right(c)]
         if not right:
@@ -160,7 +163,7 @@ class Problem:
         return last + [(c, t) for c, t in rest if c not in known]
 
     def _cut(self, config: TileConfig) -> int:
-        """Output tiles along the shorter side: larger groups are all one."""
+        """Count output tiles along the shorter side: larger groups are one."""
         m, n, _ = self.mnk
         return min(-(-m // config.tile_m), -(-n // config.tile_n))
 
@@ -180,7 +183,7 @@ class Problem:
         )
 
     def line(self, search: Sequence[tuple[TileConfig, float]], time_us: float) -> TunedShape:
-        """A line of tuned.json: the best configuration, and the best for each reduction block."""
+        """Write a line of tuned.json: best configurations, by reduction block too."""
         m, n, k = self.mnk
         blocks: dict[str, TileConfig] = {}
         for config, _ in search:
@@ -191,8 +194,7 @@ class Problem:
 
 
 class Launched:
-    """A program in one configuration, with outputs of its own, over sets of inputs in turn: call it
-    with the round's number."""
+    """A program in one configuration, called with the round's number."""
 
     def __init__(
         self,
@@ -213,7 +215,7 @@ class Launched:
             self.outputs[o].copy_(start)
 
     def launch(self, i: int) -> None:
-        """Runs the kernel, and leaves reductions as partials."""
+        """Run the kernel, and leave reductions as partials."""
         inputs = self._set(i)
         a, b = (inputs[g] for g in self.spec.gemm)
         operands = [inputs[o] for o in self.program.operands]
@@ -221,18 +223,14 @@ class Launched:
 
     @cached_property
     def _bound(self) -> Bound:
-        """The launch, which inputs of every set suit."""
+        """Bind the launch, which inputs of every set suit."""
         inputs = self._set(0)
         a, b = (inputs[g] for g in self.spec.gemm)
         return bind(Arguments(self.program, a, b, inputs, self.outputs, self.config))
 
-    def folded(self) -> dict[str, torch.Tensor]:
-        """The outputs of the last launch, their reductions final."""
-        return finalised(self.program, self.outputs, self.m, self.n, self.config)
-
     def __call__(self, i: int) -> dict[str, torch.Tensor]:
         self.launch(i)
-        return self.folded()
+        return finalised(self.program, self.outputs, self.m, self.n, self.config)
 
     def _set(self, i: int) -> Inputs:
         return self.inputs[i % len(self.inputs)]

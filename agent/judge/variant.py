@@ -1,4 +1,4 @@
-"""A program of a spec at one choice of its static parameters, beside the reference."""
+"""A program of a spec at one choice of static parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is judged: a program, the spec that it is of, and static parameters."""
+    """What is judged: a program of a spec, and static parameters."""
 
     spec: Spec
     program: Program

@@ -58,7 +58,7 @@ class Verdict(BaseModel):
 
     @property
     def replay(self) -> str:
-        """Seed, case and sizes of the first fault, where draws decide: what finds it again."""
+        """Name seed, case and sizes of the first fault of draws."""
         found = (finding.where for gate in self.gates for finding in gate.findings)
         if (where := next(found, {})).get("seed") is None:
             return ""
@@ -67,5 +67,5 @@ class Verdict(BaseModel):
         return ", ".join(f"{name} {x}" for name, x in parts.items() if x not in (None, ""))
 
     def report(self, kind: type[ReportT]) -> ReportT | None:
-        """The report of one kind; None where its gate did not get as far."""
+        """Find the report of one kind, if its gate got there."""
         return next((g.data for g in self.gates if isinstance(g.data, kind)), None)

@@ -16,6 +16,7 @@ from coda_agent.agent.judge.executor import Executor, usable
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.job import (
     CallJob,
+    CompileJob,
     Job,
     NumericsJob,
     PerformanceJob,
@@ -79,7 +80,7 @@ class Terms:
 
     @property
     def whole(self) -> bool:
-        """Whether all usual gates run: what may be stored compiles for newer architectures, too."""
+        """Whether all usual gates run, so that it may be stored."""
         return set(GATES) <= set(self.gates)
 
 
@@ -142,7 +143,7 @@ class Walk:
                 wait([self._begun])
 
     def _ahead(self) -> PrepareJob:
-        """What the GPU can do while the candidate is compiled."""
+        """Say what the GPU can do while the candidate is compiled."""
         return PrepareJob(
             spec=self.spec,
             programs={},
@@ -183,20 +184,7 @@ class Walk:
         # Compiling is done by other processes.
         if "numerics" in self.terms.gates:
             self._begun = ThreadPoolExecutor(1).submit(self._without_kernels)
-        m, n, k = self.spec.gemm_dims
-        shapes = [(s[m], s[n], s[k]) for s in self.spec.bench_shapes]
-        if self.terms.whole:
-            shapes += [(1, *s[1:]) for s in shapes[:1]]  # a call may have few rows
-        jobs = compile_gate.jobs_for(
-            self.spec,
-            self.programs,
-            self.types,
-            newer=self.terms.whole,
-            shapes=shapes if self.gpu else None,
-            among=self.terms.tiles,
-        )
-        if {"tune", "survey"} & {*self.terms.gates}:  # only the default program's times are due
-            jobs = [job for job in jobs if job.program.name == self.variants[0]]
+        jobs = _compile_jobs(self)
         result.findings, kernels = compile_gate.compile_all(
             self.executor, jobs, self._progress("compile")
         )
@@ -209,8 +197,7 @@ class Walk:
                 self._admitted[key] = (*self._admitted.get(key, ()), job.config)
 
     def _without_kernels(self) -> _Early:
-        """What of the numerics gate needs nothing compiled, and its seconds: meaning, and all of it
-        without a GPU.
+        """Do what of the numerics gate needs nothing compiled, and time it.
 
         Meaning comes first: it says more of a wrong program than what it rounds to.
         """
@@ -269,13 +256,13 @@ class Walk:
         self.surveyed = self._graded(job, result).survey
 
     def _graded(self, job: Job[Any], result: GateResult) -> Outcome[Any]:
-        """The outcome of a gate's job, with its findings and report in the gate's result."""
+        """Carry out a gate's job; its result gets findings and report."""
         outcome = self.executor.grade(job, self._progress(result.name))
         result.findings, result.data = [*outcome.findings], outcome.report or result.data
         return outcome
 
     def _call(self, result: GateResult) -> None:
-        """Call the function that a user would import, after all else that the gate found right."""
+        """Call the function that a user would import."""
         if result.findings or (self.terms.tiles is not None and _DEFAULT not in self.terms.tiles):
             return
         # Where no tile was measured, the default one is dispatched.
@@ -295,3 +282,22 @@ class Walk:
         tiles = {(name, self.types[0]): (_DEFAULT,) for name in self.variants}
         job = SanitizeJob(spec=self.spec, programs=self.programs, tiles=tiles, tool=tool)
         self._graded(job, result)
+
+
+def _compile_jobs(walk: Walk) -> list[CompileJob]:
+    """List what has to compile of a candidate, for a walk's terms."""
+    m, n, k = walk.spec.gemm_dims
+    shapes = [(s[m], s[n], s[k]) for s in walk.spec.bench_shapes]
+    if walk.terms.whole:
+        shapes += [(1, *s[1:]) for s in shapes[:1]]  # a call may have few rows
+    jobs = compile_gate.jobs_for(
+        walk.spec,
+        walk.programs,
+        walk.types,
+        newer=walk.terms.whole,
+        shapes=shapes if walk.gpu else None,
+        among=walk.terms.tiles,
+    )
+    if {"tune", "survey"} & {*walk.terms.gates}:  # only the default program's times are due
+        jobs = [job for job in jobs if job.program.name == walk.variants[0]]
+    return jobs

@@ -1,4 +1,4 @@
-"""A wrong output beside the exact one: what is wrong there, where, and what was read there."""
+"""A wrong output beside the exact one."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ class WrongOutput:
         return where
 
     def there(self, row: int, column: int) -> dict[str, float | list[float]]:
-        """Give what the program reads at an element, by name: the accumulator where it is one or a
-        pair, and each input that has a value there."""
+        """Give what the program reads at an element, by name."""
         a, b = (self.inputs[x].double() for x in self.gemm)
         m, n, width = len(a), len(b), self.truth.shape[1]
         rows, columns = slice(row, row + 1), slice(0, 0)
