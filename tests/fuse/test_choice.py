@@ -146,7 +146,8 @@ def test_results_of_a_graph_are_timed_as_they_are_laid_out() -> None:
     place = around(known, region)
     given = verify.drawn(place.part, region, torch.device("cpu"))
     found = place.by_kernel(kernels[region].text)(*given)
-    results = dict(zip(place.part.output_node().args[0], found, strict=True))
+    nodes: Any = place.part.output_node().args[0]
+    results = dict(zip(nodes, found, strict=True))
     laid = {n.name: results[x].is_contiguous() for n, x in place.places.items() if x in results}
     assert laid == {"tanh": True, "cos": False}
 
