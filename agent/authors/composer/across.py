@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 from coda_agent.agent.authors.composer.aten import ROW_STATISTICS, WHOLE_ROW
+from coda_agent.agent.authors.composer.codes import Elements, Frame, Unusable
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, apply, make
-from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
+from coda_agent.agent.authors.composer.layout import Layout
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import WIDTHS
 from coda_agent.specs.layout import interleaved
@@ -53,7 +54,7 @@ class Across:
             if (reduction.aten, reduction.left) == (op, left):
                 count = self.layout.count(extent)
                 made = make(name, value, dims=frozenset({left}), value=count)
-                return self.layout.write(made, shape, Frame((left,)))
+                return self.layout.codes.write(made, shape, Frame((left,)))
         raise ProgramError(
             "takes other than a sum or a maximum over all rows of each column",
             hint="return the tensor and reduce it with torch",
@@ -96,7 +97,7 @@ class Across:
         shape, frame = (m, self.layout.extents[columns]), Frame(("M", columns))
         value = self.layout.read(Elements(codes.reshape(shape)), shape, frame)
         made = make(_GROUPED[op], value, dims=frozenset(frame.dims), value=extent)
-        return self.layout.write(made, shape, frame)
+        return self.layout.codes.write(made, shape, frame)
 
     def _whole(self, codes: Any) -> tuple[str, Expr]:
         """Which dim the rows of a matrix are, and the full tile, or half of one, that it holds."""
@@ -127,7 +128,7 @@ class Across:
     def is_index(self, value: Any) -> bool:
         """Whether `value` holds an integer input of the spec and nothing else."""
         return isinstance(value, Elements) and all(
-            e.op == "index" for e in self.layout.sources(value)
+            e.op == "index" for e in self.layout.codes.sources(value)
         )
 
     def gather(self, x: Elements, dim: int, index: Any, **_: Any) -> Elements:
@@ -143,7 +144,7 @@ class Across:
         flat = columns.flatten()
         which = self.layout.read(Elements(flat), tuple(flat.shape), Frame(("M",)))
         made = make("gather", value, which, dims=frozenset({"M"}))
-        return self.layout.write(made, tuple(index.codes.shape), Frame(("M",)))
+        return self.layout.codes.write(made, tuple(index.codes.shape), Frame(("M",)))
 
     def select(self, x: Elements, indices: Any) -> Elements:
         """`x[arange(M), index]`, which is a gather."""
@@ -152,7 +153,7 @@ class Across:
         if len(indices) == len(given) == 2 and len(at) == 1:
             (dim,) = at
             index, rows = given[dim].codes, given[1 - dim]
-            counted = {e.op for e in self.layout.sources(rows)} == {"row_index"}
+            counted = {e.op for e in self.layout.codes.sources(rows)} == {"row_index"}
             if counted and rows.codes.shape == index.shape == x.codes.shape[1 - dim : 2 - dim]:
                 return Elements(
                     self.gather(x, dim, Elements(index.unsqueeze(dim))).codes.squeeze(dim)

@@ -7,7 +7,7 @@ elementwise operations identify them, and nothing else tells them apart: no size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,12 @@ class Axes:
     def of(self, node: fx.Node) -> list[Dim]:
         """The uncut axes of each dim of a node."""
         return [leaves(dim) for dim in self.dims[node]]
+
+    def every(self) -> Iterator[Axis]:
+        """The uncut axes of all nodes, dim by dim."""
+        for node in self.dims:
+            for dim in self.of(node):
+                yield from dim
 
     def _of(self, node: fx.Node) -> list[Dim]:
         if node.op != "call_function":

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import fx
 
+CASTS = ("_to_copy", "convert_element_type")
+"""Names of calls that only change the element type."""
+
 
 def shape_of(node: Any) -> tuple[int, ...]:
     """The shape of a node's tensor."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from coda_agent.agent.authors.composer.calls import name_of
+from coda_agent.agent.authors.composer.calls import CASTS, name_of
 from coda_agent.agent.authors.composer.problem import Problem, Refusal
 from coda_agent.agent.authors.composer.retrace import MEANINGS
 from coda_agent.primitives.interpret import interpret
@@ -20,7 +20,6 @@ from coda_agent.primitives.rounding import rounded
 
 # Both sides are exact but for the order of float64 sums.
 TOLERANCE = 1e-9
-_CASTS = ("_to_copy", "convert_element_type")
 
 
 def check_numbers(
@@ -92,7 +91,7 @@ def call_exactly(
     target = cast("Callable[..., Any]", node.target)
     target = MEANINGS.get(target, target)
     own = getattr(node.meta.get("val"), "dtype", None)
-    if name_of(node) in _CASTS and own is not None and own.is_floating_point:
+    if name_of(node) in CASTS and own is not None and own.is_floating_point:
         x = args[0]
         return (x.to(own) if narrow(own) else x).to(dtype)
     if name_of(node) == "philox":  # the operator is there to be recorded

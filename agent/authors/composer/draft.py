@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.authors.composer.check import TOLERANCE, difference
+from coda_agent.agent.authors.composer.codes import Elements, Unusable
 from coda_agent.agent.authors.composer.emit import module_text
 from coda_agent.agent.authors.composer.expression import Expr
-from coda_agent.agent.authors.composer.layout import Elements, Unusable
 from coda_agent.agent.authors.composer.outputs import Outputs
 from coda_agent.agent.authors.composer.problem import STORED, Problem, Refusal
 from coda_agent.agent.authors.composer.rewrite import Rewriter
@@ -76,7 +76,7 @@ class _Draft(Rewriter):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.reasons: list[str] = []
-        outputs = Outputs(problem, self.layout, self.leaves)
+        outputs = Outputs(problem, self.layout, self.inputs.leaves)
         returned = self.trace()
         values, holes, kinds = dict[str, Expr](), dict[str, _Hole](), dict[str, str]()
         for name, slot in problem.outputs.items():
@@ -97,7 +97,7 @@ class _Draft(Rewriter):
             args = tuple(found[f"{x} {i}"] for i in range(len(hole.inputs)))
             found[x] = Expr("hole", args, frozenset("MN"), hole.name)
         stored = {x: found[x] for x in problem.outputs}
-        self.program = self.rewritten(stored, {x: kinds[x] for x in stored}, {})
+        self.program = self.rewritten(stored, {x: kinds[x] for x in stored})
         self._kinds_of = kinds
 
     def refused(self, error: Refusal, args: Any) -> Any:
@@ -105,7 +105,7 @@ class _Draft(Rewriter):
         return before[0] if before else self._hole(error.message, tree_leaves(args))
 
     def _hole(self, reason: str, values: list[Any]) -> _Hole:
-        sources = (self.layout.sources(x) for x in values if isinstance(x, Elements))
+        sources = (self.layout.codes.sources(x) for x in values if isinstance(x, Elements))
         self.reasons.append(f"{HOLE}_{len(self.reasons) + 1}: {reason}")
         return _Hole(len(self.reasons), list(dict.fromkeys(e for s in sources for e in s)))
 
@@ -113,7 +113,7 @@ class _Draft(Rewriter):
         """The outputs without a hole that are the reference's."""
         if not self.whole or self.problem.updated:
             return []
-        rest = self.rewritten(self.whole, {x: self._kinds_of[x] for x in self.whole}, {})
+        rest = self.rewritten(self.whole, {x: self._kinds_of[x] for x in self.whole})
         try:
             program = read_programs(module_text(spec.name, spec.gemm, [rest]))[rest.name]
             inputs = draw_inputs(

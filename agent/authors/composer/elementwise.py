@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from coda_agent.agent.authors.composer.codes import Elements, Frame
 from coda_agent.agent.authors.composer.expression import Expr, const
-from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout
+from coda_agent.agent.authors.composer.halves import apart
+from coda_agent.agent.authors.composer.layout import Layout
 from coda_agent.agent.authors.composer.problem import Problem, View
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import WIDTHS
@@ -21,13 +23,13 @@ class Elementwise:
     """Functions of expressions, applied to tensors of one trace."""
 
     def __init__(self, problem: Problem, layout: Layout) -> None:
-        self.problem, self.layout = problem, layout
+        self.problem, self.layout, self.codes = problem, layout, layout.codes
         self.moved: tuple[View, View] | None = None
 
     def lift(self, value: Any) -> Elements:
         if isinstance(value, Elements):
             return value
-        return self.layout.constants(torch.as_tensor(value))
+        return self.codes.constants(torch.as_tensor(value))
 
     def apply(
         self, function: Callable[..., Expr], args: Iterable[Any], kwargs: Mapping[str, Any]
@@ -74,7 +76,7 @@ class Elementwise:
             # One weight's columns of several: computed as if of all.
             return Elements(self._straight(function, found[0]).codes[..., found[1]].reshape(shape))
         frame = self.layout.frame(shape)
-        parts = any(e.op == "table" for t in tensors for e in self.layout.sources(t))
+        parts = any(e.op == "table" for t in tensors for e in self.codes.sources(t))
         if frame is None and parts and (found := self._table_wise(function, tensors, shape)):
             return found
         if frame is None and (part := self._part_wise(function, tensors)):
@@ -108,23 +110,23 @@ class Elementwise:
         if width not in WIDTHS or math.prod(shape) != m * n // 2:
             return None
         codes = (t.codes.broadcast_to(shape).reshape(m, n // 2) for t in tensors)
-        given = [self.layout.half(half, width) for half in codes]
+        given = [self.layout.halves.half(half, width) for half in codes]
         if any(expr is None for expr in given):
             return None
-        whole = self.layout.write(function(*given), (m, n), Frame(("M", "N")))
-        return Elements(self.layout.apart(whole.codes, width)[0].reshape(shape))
+        whole = self.codes.write(function(*given), (m, n), Frame(("M", "N")))
+        return Elements(apart(whole.codes, width)[0].reshape(shape))
 
     def _part_wise(self, function: Callable[..., Expr], tensors: list[Elements]) -> Elements | None:
         """A function of part of an operand and of numbers, computed as if of all of it."""
-        if len(tensors) != 1 or len(sources := self.layout.sources(tensors[0])) != 1:
+        codes = tensors[0].codes
+        if len(tensors) != 1 or (expr := self.codes.only(codes)) is None:
             return None
-        codes, (expr,) = tensors[0].codes, sources
         dims = ("M" if "M" in expr.dims else "N", "K")
         if {*dims} != expr.dims or codes.ndim != 2:
             return None
         for matrix, turned in ((codes, False), (codes.mT, True)):
-            if (at := self.layout.taken(matrix, expr, dims)) is not None:
-                found = self.layout.grid(function(expr), dims)[at[0]][:, at[1]]
+            if (at := self.codes.taken(matrix, expr, dims)) is not None:
+                found = self.codes.grid(function(expr), dims)[at[0]][:, at[1]]
                 return Elements(found.mT if turned else found)
         return None
 
@@ -134,13 +136,13 @@ class Elementwise:
         """A function of what is part of the rows or columns, computed as if of the whole tile."""
         tile = Frame(("M", "N"))
         found: list[tuple[Expr, torch.Tensor]] = []
-        for at in self.layout.readings(shape):
+        for at in self.layout.parts.ways(shape):
             full = tuple(at.shape)
             over = [Elements(t.codes.broadcast_to(shape).flatten()[at]) for t in tensors]
             with suppress(ProgramError):
                 whole = self._elementwise(function, over, full, tile)
                 found.append((self.layout.read(whole, full, tile), at))
-        return self.layout.partly(found, shape) if found else None
+        return self.layout.parts.read_as(found, shape) if found else None
 
     def _ordered(self, value: Elements, order: Callable[..., torch.Tensor]) -> Elements:
         """A value whose columns are all the product's in another order; any other as it is."""
@@ -166,7 +168,7 @@ class Elementwise:
                 codes = codes.reshape(*seen, 2)[..., side] if wide else codes
                 return self.layout.read(Elements(codes), seen, frame)
 
-            return self.layout.write(function(*map(expr, tensors)), seen, frame).codes
+            return self.codes.write(function(*map(expr, tensors)), seen, frame).codes
 
         codes = torch.stack([computed(0), computed(1)], -1) if wide else computed(0)
         return Elements(codes.reshape(shape))

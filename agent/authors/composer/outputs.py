@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coda_agent.agent.authors.composer.canonical import canonical
+from coda_agent.agent.authors.composer.codes import Elements, Unusable
 from coda_agent.agent.authors.composer.expression import (
     AGAIN,
     NEXT,
@@ -14,7 +15,7 @@ from coda_agent.agent.authors.composer.expression import (
     before_column,
     walk,
 )
-from coda_agent.agent.authors.composer.layout import Elements, Layout, Unusable
+from coda_agent.agent.authors.composer.layout import Layout
 from coda_agent.agent.authors.composer.problem import STORED, Columns, Problem, Refusal
 from coda_agent.agent.authors.composer.rounding import before_store
 from coda_agent.primitives.errors import ProgramError
@@ -154,7 +155,7 @@ class Outputs:
     ) -> Expr:
         if kind is not Columns:
             return self.layout.stored(value, shape, kind)
-        if (known := self.layout.range(value)) is None:
+        if (known := self.layout.range(value.codes)) is None:
             raise ProgramError("is a range of columns, whose elements are computed otherwise")
         self._starts[name] = known[1], known[1] + shape[1]
         return known[0]

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from coda_agent.agent.authors.composer.codes import Elements
 from coda_agent.agent.authors.composer.expression import Expr, const, leaf, walk
-from coda_agent.agent.authors.composer.layout import Elements, Layout
+from coda_agent.agent.authors.composer.layout import Layout
 from coda_agent.agent.authors.composer.problem import Problem
 from coda_agent.primitives.errors import ProgramError
 
@@ -16,15 +17,16 @@ from coda_agent.primitives.errors import ProgramError
 class Product:
     """What calls of a matrix product mean in one trace."""
 
-    def __init__(self, problem: Problem, layout: Layout, acc: Expr) -> None:
-        self.problem, self.layout, self.acc = problem, layout, acc
+    def __init__(self, problem: Problem, layout: Layout) -> None:
+        self.problem, self.codes = problem, layout.codes
+        self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
 
     def gemm(self, x: Any, y: Any) -> Elements:
         """A product of A with some of B's rows, over K or over a part of it that is packed. One
         over a part is a value of its own, and with the others it is the whole."""
         if not (isinstance(x, Elements) and isinstance(y, Elements)):
             raise self._other_product()
-        if any(e == self.acc for v in (x, y) for e in walk(self.layout.sources(v))):
+        if any(e == self.acc for v in (x, y) for e in walk(self.codes.sources(v))):
             raise ProgramError(
                 "is a second GEMM; a kernel has one",
                 hint="make a kernel of each: the first's output is an input of the second",
@@ -37,11 +39,11 @@ class Product:
             if left is None or right is None or not torch.equal(left[1], right[1]):
                 continue
             start, stop = int(left[1][0]), int(left[1][-1]) + 1
-            every = torch.arange(self.layout.extents["M"])
+            every = torch.arange(self.codes.extents["M"])
             if torch.equal(left[0], every) and torch.equal(left[1], torch.arange(start, stop)):
                 scale = self._scale(left[2], "M") * self._scale(right[2], "N")
                 value = self._summed(start, stop) * scale
-                codes = self.layout.grid(value, ("M", "N"))[:, right[0]]
+                codes = self.codes.grid(value, ("M", "N"))[:, right[0]]
                 codes = codes.mT if turned else codes
                 return Elements(codes.reshape(*x.codes.shape[:-1], y.codes.shape[-1]))
         raise self._other_product()
@@ -50,15 +52,15 @@ class Product:
         self, codes: torch.Tensor, rows: str
     ) -> tuple[torch.Tensor, torch.Tensor, Expr] | None:
         """Which rows and columns of A (rows M) or of B (N) a matrix is, and what it makes of it."""
-        found = self.layout.sources(Elements(codes))
-        if len(found) != 1 or found[0].dims != {rows, "K"}:
+        expr = self.codes.only(codes)
+        if expr is None or expr.dims != {rows, "K"}:
             return None
-        at = self.layout.taken(codes, found[0], (rows, "K"))
-        return (*at, found[0]) if at else None
+        at = self.codes.taken(codes, expr, (rows, "K"))
+        return (*at, expr) if at else None
 
     def _summed(self, start: int, stop: int) -> Expr:
         """The product over a range of K; over the last one the whole without the others."""
-        if (start, stop) == (0, self.layout.extents["K"]):
+        if (start, stop) == (0, self.codes.extents["K"]):
             return self.acc
         ends = [0, *itertools.accumulate(self.problem.inner)]
         if (start, stop) not in itertools.pairwise(ends):

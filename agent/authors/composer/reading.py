@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,41 +14,21 @@ from torch import fx
 from coda_agent import primitives
 from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, unify
-from coda_agent.agent.authors.composer.calls import name_of, shape_of
+from coda_agent.agent.authors.composer.calls import CASTS, name_of, shape_of
 from coda_agent.agent.authors.composer.check import check_numbers
-from coda_agent.agent.authors.composer.merge import Merged, products
+from coda_agent.agent.authors.composer.merge import Merged
 from coda_agent.agent.authors.composer.order import Order
-from coda_agent.agent.authors.composer.ports import (
-    Extent,
-    Port,
-    Stand,
-    Step,
-    applied,
-    entering,
-    leaving,
-)
-from coda_agent.agent.authors.composer.problem import (
-    Columns,
-    Problem,
-    Refusal,
-    Rewritten,
-    Slot,
-)
+from coda_agent.agent.authors.composer.ports import Port, Stand, Step, applied, entering, leaving
+from coda_agent.agent.authors.composer.problem import Columns, Problem, Refusal, Rewritten, Slot
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
-from coda_agent.agent.authors.composer.retrace import SYMBOLIC, Retraced
+from coda_agent.agent.authors.composer.retrace import Retraced
 from coda_agent.agent.authors.composer.rewrite import rewrite
+from coda_agent.agent.authors.composer.sources import VIEWS, Sources
+from coda_agent.agent.authors.composer.symbols import extents_of_call
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import RowMean, WideTile
 
-SCALES = ("mul", "div", "neg")
-VIEWS = frozenset(
-    """
-    alias clone contiguous detach permute reshape _reshape_alias squeeze t transpose _unsafe_view
-    unsqueeze view
-    """.split()  # noqa: SIM905
-)
-CASTS = ("_to_copy", "convert_element_type")
 SLICE = torch.ops.aten.slice.Tensor
 TURN: tuple[Step, ...] = ((torch.ops.aten.permute.default, ([1, 0],)),)
 
@@ -76,9 +56,8 @@ class Reading:
         self.traced, self.merged, self.halves = traced, merged, halves
         self.original: dict[fx.Node, fx.Node] = {}
         self.parts: Mapping[str, tuple[str, int, int]] = {}
-        self.product = products(traced.graph)[0]
-        self.axes = Axes(traced.graph)
-        self.a, self.b = self._sources()
+        sources = Sources(traced, merged)
+        self.product, (self.a, self.b) = sources.product, sources.entered()
         self.axes = Axes(traced.graph)
         if merged.a and merged.b:
             unify(self.axes.dims[merged.a][-1], self.axes.dims[merged.b][-1])
@@ -87,8 +66,8 @@ class Reading:
             raise Refusal("is a batch of products", "make a kernel of each", self.product)
         self.paired = len(columns) > 1 and columns[0].size == 2 and columns[0].unit
         columns = [*columns[1:], columns[0]] if halves and self.paired else columns
-        inner = self.axes.of(self.a)[-1] if merged.a else self._side(0)[-1]
-        self.roles = Roles(rows, columns, inner)
+        left: Any = merged.a or self.product.args[0]
+        self.roles = Roles(rows, columns, self.axes.of(left)[-1])
         every = [a for axes in self.roles for a in axes]
         if len({*every}) < len(every) or not all(self.roles):
             message = "has rows, columns and summed elements that are alike"
@@ -110,47 +89,6 @@ class Reading:
         if len(missing) == len(extra) == 1 and missing[0].size == extra[0].size:
             if missing[0].unit and extra[0].unit:
                 extra[0].become(missing[0])
-
-    def _side(self, side: int) -> list[Dim]:
-        operand: Any = self.product.args[side]
-        return self.axes.of(operand)
-
-    def _sources(self) -> tuple[fx.Node, fx.Node]:
-        """The placeholders of A and B; values that are none enter the graph."""
-        known = self.merged.a, self.merged.b
-        for casts in (True, False):
-            sides = [node or self._source(i, casts=casts) for i, node in enumerate(known)]
-            if len({node.meta["val"].dtype for node in sides}) == 1:
-                break
-        a, b = (n if n.op == "placeholder" else self.traced.enter(n) for n in sides)
-        return a, b
-
-    def _source(self, side: int, *, casts: bool) -> fx.Node:
-        """The first value from which only views, casts and scales lead to the product."""
-        own = {a for dim in self._side(side) for a in dim}
-        inner = {*self._side(side)[-1 if side == 0 else -2]}
-        entry: fx.Node | None = None
-        for node in self._chain(self.product.args[side], inner, casts=casts):
-            known = node.op == "placeholder" or self.traced.user(node) is not None
-            if known and {a for dim in self.axes.of(node) for a in dim} == own:
-                entry = node
-        if entry is None:
-            raise Refusal("has an operand that is no value of the graph", "", self.product)
-        return entry
-
-    def _chain(self, node: Any, inner: set[Axis], *, casts: bool) -> Iterator[fx.Node]:
-        """The values that an operand is made of by views, casts and scales, itself first."""
-        while isinstance(node, fx.Node):
-            yield node
-            op, tensors = name_of(node), [x for x in node.args if isinstance(x, fx.Node)]
-            if op in SCALES:
-                over = [x for x in tensors if inner & {a for d in self.axes.of(x) for a in d}]
-                scaled = len(over) == 1 and (op != "div" or over[0] is node.args[0])
-                node = over[0] if scaled else None
-            elif op in VIEWS or (op in CASTS and casts and _widens(node)):
-                node = tensors[0]
-            else:
-                return
 
     def _stand(self, node: fx.Node) -> Stand | None:
         axes = self.axes.of(node)
@@ -203,21 +141,19 @@ class Reading:
 
     def ports(self) -> dict[str, Port]:
         """What enters, by the name of the operand; A and B by theirs."""
-        sizes = self._call()
         result: dict[str, Port] = {}
         for node, stand in self.stands.items():
             if stand is not None:
                 name = {self.a: "A", self.b: "B"}.get(node, self._name(node))
-                result[name] = self._port(name, node, stand, sizes)
+                result[name] = self._port(name, node, stand)
         return result
 
     def outputs(self) -> dict[str, Port]:
         """What leaves, by the name of the output."""
-        sizes = self._call()
         result: dict[str, Port] = {}
         for x, user in self.traced.outputs.items():
             if (stand := self.leaving[x]) is not None:
-                port = self._port(x, self.traced.results[x], stand, sizes)
+                port = self._port(x, self.traced.results[x], stand)
                 name, start, stop = self.parts.get(x, (x, 0, 0))
                 taken: tuple[Step, ...] = ((SLICE, (1, start, stop)),) if x in self.parts else ()
                 result[x] = replace(port, name=name, node=user, back=taken + port.back)
@@ -233,8 +169,8 @@ class Reading:
             types[self.parts.get(x, (x,))[0]] = source.meta["val"].dtype
         return types
 
-    def _port(self, name: str, node: fx.Node, stand: Stand, sizes: Mapping[Axis, int]) -> Port:
-        steps, back = tuple(stand.steps(sizes)), tuple(stand.back(sizes))
+    def _port(self, name: str, node: fx.Node, stand: Stand) -> Port:
+        steps, back = tuple(stand.steps(self._sizes)), tuple(stand.back(self._sizes))
         dtype = node.meta["val"].dtype
         if node not in self.merged.packed:
             return Port(name, self.traced.user(node), steps, back, dtype)
@@ -242,36 +178,13 @@ class Reading:
         parts = tuple(Port(name, x, TURN * turned, (), dtype) for x, turned in pieces)
         return Port(name, None, steps, back, dtype, parts, dim)
 
-    def _call(self) -> dict[Axis, int]:
-        """The extents of the call; those that are symbols of the graph as such."""
-        sizes, symbols = {a: a.size for a in self._every()}, dict[Axis, Any]()
-        dims = [*self._sized()]
-        fixed = {a for size, dim in dims if isinstance(size, int) for a in dim}
-        for _ in range(len(dims)):  # a dim of several gives the last that no other gives
-            for size, dim in dims:
-                left = [a for a in dim if a not in fixed and a not in symbols]
-                if not isinstance(size, int) and len(left) == 1:
-                    others = [symbols.get(a, a.size) for a in dim if a is not left[0]]
-                    symbols[left[0]] = size // math.prod(others)
-        for size, dim in dims:
-            if not isinstance(size, int) and any(a not in fixed and a not in symbols for a in dim):
-                raise Refusal("has a dim whose parts are no sizes of the graph", "", self.product)
-        for axis in {*symbols}.difference(self.roles.rows):
-            if axis in (*self.roles.columns, *self.roles.inner):
-                raise Refusal("has a number of columns that changes", "", self.product)
-        return sizes | {a: Extent(a.size, (str(x),)) for a, x in symbols.items()}
-
-    def _sized(self) -> Iterator[tuple[Any, Dim]]:
-        """Sizes of the graph's dims, with their axes."""
-        for node in self.axes.dims:
-            user = self.traced.user(node)
-            shape = getattr(None if user is None else user.meta.get(SYMBOLIC), "shape", ())
-            if len(shape) == len(self.axes.of(node)):
-                yield from zip(shape, self.axes.of(node), strict=True)
+    @cached_property
+    def _sizes(self) -> dict[Axis, int]:
+        return extents_of_call(self.traced, self.axes, self.roles, self.product)
 
     def extents(self) -> dict[str, int]:
         """M, N and K of the call."""
-        return {name: int(size) for name, size in self.roles.extents(self._call()).items()}
+        return {name: int(size) for name, size in self.roles.extents(self._sizes).items()}
 
     def _name(self, node: fx.Node) -> str:
         """A placeholder's name as an operand."""
@@ -282,15 +195,10 @@ class Reading:
     def _inputs(self) -> dict[str, tuple[fx.Node, Stand | None]]:
         return {self._name(node): (node, stand) for node, stand in self.stands.items()}
 
-    def _every(self) -> Iterator[Axis]:
-        for dims in self.axes.dims:
-            for dim in self.axes.of(dims):
-                yield from dim
-
     def _problem(self, *, turn: int) -> Problem:
         """What the rewriter reads, at small sizes."""
         try:
-            sizes = small_sizes(self.roles, self._every(), turn=turn)
+            sizes = small_sizes(self.roles, self.axes.every(), turn=turn)
         except ProgramError as error:
             raise Refusal(error.message, error.hint, self.product) from None
         module, self.original = resized(self.traced.module, self.axes, sizes)
@@ -315,12 +223,6 @@ class Reading:
             halves=self.halves,
             moved=self.order.moved(self.axes, self.original, sizes),
         )
-
-
-def _widens(node: fx.Node) -> bool:
-    source: Any = node.args[0]
-    dtype = source.meta["val"].dtype
-    return dtype.is_floating_point and dtype.itemsize <= node.meta["val"].dtype.itemsize
 
 
 def _narrow(types: set[torch.dtype], dtype: torch.dtype) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,22 +28,18 @@ from coda_agent.agent.authors.composer.aten import (
     meaning,
     truth,
 )
+from coda_agent.agent.authors.composer.calls import CASTS
+from coda_agent.agent.authors.composer.codes import Elements, Unusable
 from coda_agent.agent.authors.composer.elementwise import Elementwise
-from coda_agent.agent.authors.composer.expression import (
-    Expr,
-    apply,
-    leaf,
-    make,
-    walk,
-)
-from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
+from coda_agent.agent.authors.composer.expression import Expr, apply, walk
+from coda_agent.agent.authors.composer.inputs import Inputs
+from coda_agent.agent.authors.composer.layout import Layout
 from coda_agent.agent.authors.composer.outputs import Outputs
+from coda_agent.agent.authors.composer.places import Places
 from coda_agent.agent.authors.composer.problem import Problem, Refusal, Rewritten
 from coda_agent.agent.authors.composer.product import Product
 from coda_agent.agent.authors.composer.rounding import rounding
-from coda_agent.primitives import ColIndex
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.tables import TABLES, Table
 
 
 def rewrite(problem: Problem) -> Rewritten:
@@ -58,29 +55,22 @@ class Rewriter:
     """The rewriting of one graph."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        m, n, k = (problem.extents[d] for d in "MNK")
-        extents = {"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n, "K": k}
-        lead = problem.lead or [m]
-        self.layout = Layout(
-            extents, halves=problem.halves, lead=lead, fixed=problem.fixed, counts=problem.counts
-        )
+        self.problem, self.layout = problem, Layout(problem)
         self.elementwise = Elementwise(problem, self.layout)
         self.across = Across(self.layout, self.elementwise.apply)
-        self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
-        self.product = Product(problem, self.layout, self.acc)
-        self.kinds: dict[str, str] = {}
-        self.leaves: dict[str, Expr] = {}
+        self.places = Places(self.elementwise)
+        self.product = Product(problem, self.layout)
+        self.inputs = Inputs(problem, self.layout)
 
     def run(self) -> Rewritten:
         """Rewrite the graph."""
-        stored = Outputs(self.problem, self.layout, self.leaves)
+        stored = Outputs(self.problem, self.layout, self.inputs.leaves)
         values, outputs = stored.of(self.trace())
-        if not any(e == self.acc for e in walk(list(values.values()))):
+        if not any(e == self.product.acc for e in walk(list(values.values()))):
             message = f"no output needs the product of {' and '.join(self.problem.sides)}"
             hint = "return what is computed with it"
             raise ProgramError(f"{self.problem.source}{message}", hint=hint)
-        return self.rewritten(values, outputs, stored.parts)
+        return replace(self.rewritten(values, outputs), parts=stored.parts)
 
     def trace(self) -> Any:
         """Rewrite each node; what the graph returns."""
@@ -91,7 +81,7 @@ class Rewriter:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             match node.op:
                 case "placeholder":
-                    env[node] = self._input(*next(inputs))
+                    env[node] = self.inputs.entered(*next(inputs))
                 case "get_attr":
                     env[node] = getattr(self.problem.module, node.target)
                 case "output":
@@ -114,56 +104,15 @@ class Rewriter:
         """Answer for a node that cannot be rewritten."""
         raise error from None
 
-    def rewritten(
-        self,
-        values: Mapping[str, Expr],
-        outputs: Mapping[str, str],
-        parts: Mapping[str, tuple[str, int, int]],
-    ) -> Rewritten:
+    def rewritten(self, values: Mapping[str, Expr], outputs: Mapping[str, str]) -> Rewritten:
         """Make the program of these values, with the operands that they use."""
-        used: dict[str, set[float]] = {}
-        for e in walk(list(values.values())):
-            if e.op in ("operand", "index"):
-                used.setdefault(e.name, set()).add(e.value)
-        operands = {x: self._kind(x, used[x]) for x in self.kinds if x in used}
-        return Rewritten(self.problem.name, operands, outputs, values, parts)
-
-    def _kind(self, name: str, read: set[float]) -> str:
-        """The annotation of an operand; of a table by the ways in which it is read."""
-        if self.kinds[name] != "Table":
-            return self.kinds[name]
-        if len(read) > 1:
-            ways = " and ".join(sorted(TABLES[int(way)].__name__ for way in read))
-            raise ProgramError(
-                f"{self.problem.source}reads input {name!r} in two ways, as {ways}",
-                hint="give it as two inputs",
-            )
-        return TABLES[int(read.pop())].__name__
+        operands = self.inputs.operands(values.values())
+        return Rewritten(self.problem.name, operands, outputs, values)
 
     def _at(self, node: fx.Node) -> str:
         """Where a node stands and what it calls, as a message begins."""
         called = node.meta.get("original_aten") or node.target
         return f"{self.problem.place(node)}{_name(node, called).lstrip('_')}: "
-
-    def _input(self, position: int, name: str) -> Elements | Unusable:
-        slot = self.problem.inputs[name]
-        if slot.reason:
-            return Unusable(slot.reason, _REPEATED)
-        if slot.kind is Table:
-            self.kinds[name] = "Table"
-            table = self.layout.table(name, position, slot.shape)
-            return Elements(slot.restored(table.codes)) if slot.restored else table
-        if name in self.problem.gemm:
-            frame = Frame(("M" if name == self.problem.gemm[0] else "N", "K"))
-        else:
-            assert slot.kind is not None  # else it has a reason
-            frame = Frame(slot.kind.dims)
-            self.kinds[name] = slot.kind.__name__
-        op = "index" if slot.kind is ColIndex else "operand"
-        self.leaves[name] = expr = leaf(op, name, position, frozenset(frame.dims))
-        if slot.restored:
-            return Elements(slot.restored(self.layout.grid(expr, frame.dims)))
-        return self.layout.write(expr, slot.shape, frame)
 
     def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op, target = _name(node), cast("Callable[..., Any]", node.target)
@@ -178,20 +127,20 @@ class Rewriter:
                 raise ProgramError(value.reason, hint=value.hint)
         if op == "copy_":
             raise ProgramError("writes to an input in place", hint=_IN_PLACE)
-        if op in ("tril", "triu") and (found := self._triangle(op, *args)) is not None:
+        if op in ("tril", "triu") and (found := self.places.triangle(op, *args)) is not None:
             return found
         if op == "philox":
-            return self._places("philox_uniform", tuple(args[3:]), *args[1:3])
+            return self.places.of_tile("philox_uniform", tuple(args[3:]), *args[1:3])
         if not any(isinstance(value, Elements) for value in flat):
             if getattr(kwargs.get("dtype"), "is_floating_point", False):
                 kwargs["dtype"] = torch.float64  # of 0.1 float32 keeps half of the digits
             found = target(*args, **kwargs)
             if op in ("arange", "iota"):
-                return self._counted(found)
+                return self.places.counted(found)
             if op.startswith("empty"):  # Whatever memory held must not enter.
                 return Elements(self.elementwise.lift(math.nan).codes.expand(found.shape))
             return found
-        if op in ("_to_copy", "convert_element_type"):
+        if op in CASTS:
             return self._cast(args[0], _dtype(node.args[0]), _dtype(node))
         if op == "_local_scalar_dense":
             return args[0]
@@ -239,40 +188,6 @@ class Rewriter:
             hint="torch.trunc and torch.round give whole numbers",
         )
 
-    def _counted(self, found: torch.Tensor) -> Elements | torch.Tensor:
-        """The numbers of all rows, or of all columns, as what follows from an element's place."""
-        for dim, name in (("M", "row"), ("N", "column")):
-            count = self.layout.extents[dim]
-            if torch.equal(found, torch.arange(count, dtype=found.dtype)):
-                made = make(f"{name}_index", dims=frozenset({dim}))
-                return self.layout.write(made, (count,), Frame((dim,)))
-        return found
-
-    def _triangle(self, op: str, x: Any, diagonal: int = 0) -> Elements | None:
-        """x below a diagonal, or above it, and else 0; None of a constant that is no full tile."""
-        x = self.elementwise.lift(x)
-        shape = tuple(x.codes.shape)
-        if shape != tuple(self.layout.extents[d] for d in "MN") and {
-            e.op for e in self.layout.sources(x)
-        } == {"const"}:
-            return None
-        row, column = (self._places(f"{name}_index", shape) for name in ("row", "column"))
-        if op == "triu":
-            row, column, diagonal = column, row, -diagonal
-
-        def masked(x: Expr, row: Expr, column: Expr) -> Expr:
-            return apply("where", apply("greater_equal", row + float(diagonal), column), x, 0.0)
-
-        return self.elementwise.apply(masked, [x, row, column], {})
-
-    def _places(self, op: str, shape: tuple[int, ...], *numbers: Any) -> Elements:
-        """What follows from an element's place, over all (M, N)."""
-        if shape != tuple(self.layout.extents[d] for d in "MN"):
-            raise ProgramError(f"draws numbers for {list(shape)}; a kernel's are [M, N]")
-        given = [self.layout.read(self.elementwise.lift(x), (), Frame(())) for x in numbers]
-        made = make(op, *given, dims=frozenset("MN"))
-        return self.layout.write(made, shape, Frame(("M", "N")))
-
     def _view(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def codes(value: Any) -> Any:
             """Of what is moved; constants that index are not."""
@@ -292,7 +207,6 @@ class Rewriter:
         return tree_map(lambda v: Elements(v) if isinstance(v, torch.Tensor) else v, out)
 
 
-_REPEATED = "repeat or expand it to one of these in the call, or use it in the next kernel"
 _SPELLED = "write it with elementary operations; `level: extend` asks an author for one of its own"
 _IN_PLACE = "return a new tensor; `in_place` in the front matter lets a kernel overwrite an input"
 # What arithmetic on conditions is.
