@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -137,40 +137,40 @@ def table(
     chosen = dict.fromkeys(spec.types, element) if element else spec.default_types()
     truth = run_reference(spec, inputs, binding=binding, exact=True)
     types = {o: getattr(torch, spec.dtype_of(o, chosen)) for o in spec.outputs}
-    exact = {name: replayed(spec, p, {**inputs}) for name, p in programs.items()}
-    single = {
-        name: interpreted(
-            spec, p, {**inputs}, dtypes={o: types.get(o, torch.float32) for o in p.outputs}
-        )
-        for name, p in programs.items()
-    }
-    lines = list[str]()
-    for o in dict.fromkeys(o for p in programs.values() for o in p.outputs):
-        unrounded, stored = (
-            {name: found[o] for name, found in runs.items() if o in found}
-            for runs in (exact, single)
-        )
-        lines += _rows(spec, o, truth, unrounded, stored, programs, inputs, given)
-    return "\n".join(lines)
+    ran = dict[str, _Ran]()
+    for name, p in programs.items():
+        stored = {o: types.get(o, torch.float32) for o in p.outputs}
+        exact = replayed(spec, p, {**inputs})
+        ran[name] = _Ran(p, exact, interpreted(spec, p, {**inputs}, dtypes=stored))
+    outputs = dict.fromkeys(o for p in programs.values() for o in p.outputs)
+    return "\n".join(line for o in outputs for line in _rows(spec, o, truth, ran, inputs, given))
+
+
+class _Ran(NamedTuple):
+    """A program, with what it gave in float64 and as float32 stores it."""
+
+    program: Program
+    exact: Mapping[str, torch.Tensor]
+    stored: Mapping[str, torch.Tensor]
 
 
 def _rows(
-    spec: Spec, o: str, truth: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor],
-    single: Mapping[str, torch.Tensor], programs: Mapping[str, Program],
+    spec: Spec, o: str, truth: Mapping[str, torch.Tensor], ran: Mapping[str, _Ran],
     inputs: Mapping[str, Any], given: int,
 ) -> Iterator[str]:  # fmt: skip
-    first = next(iter(exact.values()))
+    having = {name: r for name, r in ran.items() if o in r.exact}
+    program, first = next((r.program, r.exact[o]) for r in having.values())
     # An expression stands beside the outputs of its shape.
     beside = {x: v for x, v in truth.items() if (x == o if o in truth else v.shape == first.shape)}
-    program = next(p for n, p in programs.items() if n in exact)
     yield f"{o} {tuple(first.shape)}"
     columns = given * first.shape[-1] // len(inputs[spec.gemm[1]]) if first.ndim == 2 else given
     shown = max(1, columns) if given else 0
     for place in _places(first, next(iter(beside.values()), None), shown):
         said = [f"{x} {_number(v)}" for x, v in read_at(spec, program, inputs, first, place)]
         said += [f"reference {x} {_number(v[place])}" for x, v in beside.items()]
-        for name, value in exact.items():
-            said.append(f"{name} {_number(value[place])} (stored {_number(single[name][place])})")
+        for name, r in having.items():
+            stored = _number(r.stored[o][place])
+            said.append(f"{name} {_number(r.exact[o][place])} (stored {stored})")
         yield f"  {list(place)}: {'; '.join(said)}"
 
 

@@ -2,7 +2,8 @@
 
 - `loop`: the author, a step function over what its run's events say.
 - `ladder`: the composer, then several models, in one run.
-- `conversation`: what was said, a fold over these events.
+- `purse`: what it may spend, and the most that a call can cost.
+- `opening`: the parameters of every call. `conversation`: what was said, a fold over these events.
 - `client`: one turn of the model over HTTP. `answer`: what a turn's stream amounts to.
 """
 

@@ -33,14 +33,13 @@ def check_numbers(
     for positive in (False, True):
         inputs = _drawn(problem, positive=positive)
         expected = run_exactly(problem.module, inputs.values(), problem.narrow)
-        straight = {x: _straight(problem, x, value) for x, value in inputs.items()}
+        straight = {x: problem.inputs[x].straight(value) for x, value in inputs.items()}
         a, b = (straight[x] for x in problem.gemm)
         operands = {x: straight[x] for x in program.operands}
         dtypes = dict.fromkeys(program.outputs, torch.float64)
         got = interpret(program, a, b, operands, dtypes=dtypes, compute=torch.float64)
         for name, slot in problem.outputs.items():
-            value = expected[name]
-            value = slot.straight(value) if slot.straight else value
+            value = slot.straight(expected[name])
             of, start, stop = parts.get(name, (name, 0, None))
             result = got[of][:, start:stop] if name in parts else got[of]
             if problem.narrow(dtype := getattr(torch, slot.dtype)):  # the store rounds
@@ -120,11 +119,6 @@ def _drawn(problem: Problem, *, positive: bool) -> dict[str, torch.Tensor]:
         scale = problem.extents["K"] ** -0.5 if name == problem.gemm[1] else 1.0
         inputs[name] = x * scale
     return inputs
-
-
-def _straight(problem: Problem, name: str, value: torch.Tensor) -> torch.Tensor:
-    slot = problem.inputs[name]
-    return slot.straight(value) if slot.straight else value
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:

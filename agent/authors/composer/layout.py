@@ -76,16 +76,16 @@ class Layout:
         """Whether such a tensor has its columns in another order than a kernel's."""
         return self.problem.halves and shape[-1:] == (self.extents["N"],)
 
-    def stored(self, elements: Elements, shape: tuple[int, ...], kind: type[Resource]) -> Expr:
+    def stored(self, codes: torch.Tensor, kind: type[Resource]) -> Expr:
         """What an output of a kind holds.
 
         Raises:
             ProgramError: as `read`.
         """
+        dims = kind.dims
         if width := getattr(kind, "width", 0):
-            full = Elements(self.over_group(elements.codes, width))
-            return self.read(full, tuple(full.codes.shape), Frame(("M", "N")))
-        return self.read(elements, shape, Frame(kind.dims))
+            codes, dims = self.over_group(codes, width), ("M", "N")
+        return self.read(Elements(codes), tuple(codes.shape), Frame(dims))
 
     def range(
         self, codes: torch.Tensor, dims: tuple[str, ...] = ("M", "N")

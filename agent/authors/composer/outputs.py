@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.codes import Elements, Unusable
 from coda_agent.agent.authors.composer.expression import (
@@ -118,13 +120,9 @@ class Outputs:
                 " reductions",
                 hint="return what it is made of, and put it together with torch",
             )
-        shape = slot.shape
-        if slot.straight:
-            value = Elements(slot.straight(value.codes))
-            shape = tuple(value.codes.shape)
         kind, stored = slot.kind, (*STORED, Columns)
         try:
-            expr = self._stored(name, value, shape, kind)
+            expr = self._stored(name, slot.straight(value.codes), kind)
         except ProgramError as error:
             if slot.joined:
                 raise ProgramError(": its parts are not computed alike", hint=_ALIKE) from None
@@ -150,12 +148,10 @@ class Outputs:
             )
         return before_store(expr, slot.dtype), alone.get(expr.op, kind.__name__)
 
-    def _stored(
-        self, name: str, value: Elements, shape: tuple[int, ...], kind: type[Resource]
-    ) -> Expr:
+    def _stored(self, name: str, codes: torch.Tensor, kind: type[Resource]) -> Expr:
         if kind is not Columns:
-            return self.layout.stored(value, shape, kind)
-        if (known := self.layout.range(value.codes)) is None:
+            return self.layout.stored(codes, kind)
+        if (known := self.layout.range(codes)) is None:
             raise ProgramError("is a range of columns, whose elements are computed otherwise")
-        self._starts[name] = known[1], known[1] + shape[1]
+        self._starts[name] = known[1], known[1] + codes.shape[1]
         return known[0]

@@ -37,7 +37,7 @@ class Slot:
         dtype: Of an output, the element type that is stored.
         reason: Why no program reads it; empty of what one reads.
         straight: The canonical tensor, of the graph's one.
-        restored: The inverse.
+        restored: The inverse, where these differ.
         joined: Whether it is several outputs side by side.
     """
 
@@ -46,7 +46,7 @@ class Slot:
     words: str = ""
     dtype: str = ""
     reason: str = ""
-    straight: View | None = None
+    straight: View = lambda x: x
     restored: View | None = None
     joined: bool = False
 

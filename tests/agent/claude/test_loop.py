@@ -13,7 +13,6 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -390,15 +389,15 @@ def test_a_call_that_nobody_saw_answered_is_taken_to_have_cost_the_worst(
 def test_the_worst_case_covers_a_fallback_and_a_summary(serve: Any) -> None:
     serve([])
     who = author(Options(fallback="claude-sonnet-5-5"))
-    talk, bench = Conversation(), SimpleNamespace(state=RunState(time=datetime.now(UTC)))
+    talk, state = Conversation(), RunState(time=datetime.now(UTC))
     edit = {"trigger": {"type": "input_tokens", "value": 120_000}}
     talk.request = {"max_tokens": 20_000, "context_management": {"edits": [edit]}}
     talk.context = 50_000
     one = 50_000 * 8e-6 + 20_000 * 20e-6 + 50_000 * 4e-6 + 20_000 * 10e-6
-    usage, usd = who._worst(bench, talk, 20_000)  # type: ignore[arg-type]
+    usage, usd = who.purse.worst(state, talk, 20_000)
     assert tokens(usage) == 140_000 and usd == pytest.approx(one)
     talk.context = 120_000
-    usage, usd = who._worst(bench, talk, 20_000)  # type: ignore[arg-type]
+    usage, usd = who.purse.worst(state, talk, 20_000)
     both = 120_000 * 12e-6 + 8_000 * 30e-6 + 8_000 * 12e-6 + 20_000 * 30e-6
     assert tokens(usage) == 2 * (128_000 + 28_000) and usd == pytest.approx(both)
 
