@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose about an author; each kind reads what concerns it."""
+    """What a user may choose about an author."""
 
     model: str = ""
     """The model that writes; the author's own default where it is empty."""
@@ -61,7 +61,7 @@ class Author(ABC):
     """Seconds of GPU work in its run, the full trial left aside."""
 
     def settings(self) -> dict[str, Any]:
-        """What the first event of a run says about the author; with `options` it can be resumed."""
+        """Say what the first event of a run holds of the author."""
         return {}
 
     @abstractmethod
@@ -78,8 +78,9 @@ class Writer(Author):
 
     @abstractmethod
     def write(self, spec: Spec, observer: Observer) -> str:
-        """The complete text of a candidate `kernel.py`, with one program per binding of `spec`. The
-        observer is told of each stage, as "author.progress".
+        """Write a candidate's text, one program per binding of `spec`.
+
+        The observer is told of each stage, as "author.progress".
 
         Raises:
             ProgramError: The spec cannot be expressed as an epilogue program.
@@ -94,7 +95,7 @@ class Writer(Author):
 
 @dataclass(frozen=True)
 class Need:
-    """What a kind of author needs beside the program: as `doctor` lists it, and as a condition."""
+    """What a kind of author needs beside the program."""
 
     name: str
     met: bool
@@ -143,10 +144,9 @@ class Kind:
     def tried(
         self, which: str, options: Options, workspace: Workspace, specs: Collection[str]
     ) -> dict[str, list[str]]:
-        """The full names that a name stands for in an evaluation, each with its specs of `specs`.
+        """Name the authors that a name stands for, with their specs.
 
-        Raises:
-            CodaError: as `make`, so that it is said before the first trial.
+        What it lacks is said as of `make`, before the first trial.
         """
         self.make(which, options, workspace)
         return {self.full_name(which): list(specs)}
@@ -162,7 +162,7 @@ def kinds() -> dict[str, Kind]:
 
 
 def kind_of(name: str) -> tuple[Kind, str]:
-    """The kind of an author's name, and which of that kind it is.
+    """Split an author's name into its kind and which of that kind.
 
     Raises:
         CodaError: there is no such kind.
@@ -175,7 +175,7 @@ def kind_of(name: str) -> tuple[Kind, str]:
 
 
 def agents_name(name: str) -> str:
-    """The name of an agent that works at the tools, which is none of an author's here.
+    """Check the name of an agent that works at the tools.
 
     Raises:
         CodaError: it is, or is no name.

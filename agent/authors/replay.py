@@ -1,4 +1,4 @@
-"""The replay, an author that repeats the calls of a recorded run before today's judge."""
+"""The replay, an author that repeats a recorded run's calls."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -67,7 +67,7 @@ class Replay(Author):
         return {"replays": self.recorded.run}
 
     def work(self, bench: "Workbench") -> "Work[None]":
-        """Repeat the calls; tips are not written again, and nothing is said of their worth."""
+        """Repeat the calls, but for tips."""
         for name, given, then in self._calls():
             result = yield from bench.call(name, given)
             now = _Came(result.ok, result.data.get("passed"))
@@ -78,8 +78,7 @@ class Replay(Author):
         bench.finish("the recording ends here" if not bench.state.over else None, final=False)
 
     def _calls(self) -> "Iterator[tuple[str, Any, _Came]]":
-        """Name, input and what came of it, of each call that ended; a text written in one go counts
-        as two calls."""
+        """Name, input and outcome of each call that ended."""
         begun: e.ToolStarted | None = None
         if not any(isinstance(event, e.ToolStarted) for event in self.events):
             if self.recorded.candidate:

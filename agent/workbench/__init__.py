@@ -1,4 +1,4 @@
-"""The workbench: all that an author of a kernel can do, and the only thing it talks to.
+"""The workbench: all that an author of a kernel can do.
 
 `TOOLS` has every tool, in the order that an author is shown them. A tool refuses with a sentence;
 whatever else it raises is a fault of ours and ends the run.
@@ -36,5 +36,5 @@ def shown(withheld: Sequence[str] = ()) -> dict[str, Tool]:
 
 
 def open_bench(workspace: Workspace, run: Run, spec: Spec, log: RunLog) -> Workbench:
-    """Make the workbench of a run, with the tools that its author is shown."""
+    """Make a run's workbench, with the tools its author is shown."""
     return Workbench(workspace, run, spec, log, shown(log.state.withheld))

@@ -1,4 +1,4 @@
-"""Why a kernel takes its time: the same mainloop without each of its parts, timed side by side.
+"""Why a kernel takes its time: it without each of its parts.
 
 A part is an output, an operand or a statistic of groups. What a kernel gains without one is what
 that one costs, with all that it alone needs. It asks for no right to hardware counters.
@@ -42,7 +42,7 @@ LEVERS = {
 
 
 def parts(program: Program) -> dict[str, Program]:
-    """The program without each of its parts, and the bare product, where the language has them."""
+    """Take each part away from a program; and its bare product."""
     groups = dict.fromkeys(program.graph.nodes[i].op for i in spans(program.graph))
     wanted: dict[str, Callable[[], Program]] = {PRODUCT: lambda: _product(program)}
     if len(program.outputs) > 1:
@@ -68,8 +68,7 @@ def parts(program: Program) -> dict[str, Program]:
 def _without(
     program: Program, gone: Callable[[Node], bool] = lambda _: False, output: str = ""
 ) -> Program:
-    """The program without an output, or without nodes: an operand that is gone is 1, an operation
-    its first argument. What only such an operand was computed with goes, too."""
+    """The program without an output, or nodes: operands become 1, operations arguments."""
     graph, values = Graph(), list[Value]()
     for node in program.graph.nodes:
         args = [values[a] for a in node.args]
@@ -83,7 +82,7 @@ def _without(
 
 
 def _product(program: Program) -> Program:
-    """The product alone, stored as the program's first output that is no reduction can take it."""
+    """The product alone, stored as the first output that can take it."""
     kinds = sorted(program.outputs.items(), key=lambda item: issubclass(item[1], Reduction))
     for name, kind in kinds:
         graph = Graph()
@@ -105,7 +104,7 @@ def _closed(program: Program, graph: Graph, outputs: Mapping[str, Value]) -> Pro
 
 
 def said(samples: Mapping[str, Samples], floor_us: float) -> str:
-    """Say what a time is made of, and the lever on what costs most.
+    """Say what a time is made of, and what could shorten it.
 
     Raises:
         MachineError: the whole kernel has no times.
@@ -134,8 +133,7 @@ def said(samples: Mapping[str, Samples], floor_us: float) -> str:
 
 
 def attributed(spec: Spec, program: Program, cell: Timed) -> str:
-    """Time a program and its parts on a GPU, at the shape and in the tile of a cell, and say what
-    its time is made of.
+    """Time a program and its parts on a GPU, in one cell.
 
     Raises:
         CompileError: the program does not compile.
@@ -177,7 +175,7 @@ def _samples(times: Sequence[float], fault: str, rounds: Sequence[int]) -> Sampl
 
 
 def _times(work: dict[str, Any]) -> dict[str, Any]:
-    """Body of the process on the GPU: the samples of each program, as data."""
+    """Body of the process on the GPU: each program's samples."""
     import torch
 
     from coda_agent.agent.judge.machine import require_idle

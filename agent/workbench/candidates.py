@@ -1,4 +1,4 @@
-"""Tools that write a candidate, and have it judged up to a level."""
+"""Tools that write a candidate, or have it judged."""
 
 from typing import Annotated, Literal
 
@@ -84,6 +84,6 @@ def _saved(bench: Workbench, text: str) -> Result:
 
 
 def first_findings(spec: Spec, text: str) -> list[Finding]:
-    """Find what shows at once: findings of the static gate, else of the signature."""
+    """Find what shows at once, in the text or the signature."""
     programs, findings = static.read_candidate(spec, text)
     return findings or check_signature(spec, programs)

@@ -33,7 +33,7 @@ _OUTPUTS = ("Tile", "HalfTile", "WideTile", "RowGather")  # what an expression m
 
 
 def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
-    """The program that stores an expression as `value`; lines before its last are assignments.
+    """Read an expression, after assignments, as a program that stores `value`.
 
     Raises:
         ToolError: it is empty.
@@ -75,7 +75,7 @@ def inputs_of(
     spec: Spec, binding: Mapping[str, str], values: Mapping[str, float | list[float]],
     failing: Finding | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Inputs in float64: those of a failing case, or a draw, with given values in their first row.
+    """Take a failing case's inputs, or a draw, with given values.
 
     Raises:
         ToolError: a value for what is no operand, or the finding has no case.
@@ -124,15 +124,10 @@ def table(
     spec: Spec, binding: Mapping[str, str], programs: Mapping[str, Program],
     inputs: Mapping[str, Any], *, given: int = 0, element: str = "",
 ) -> str:  # fmt: skip
-    """What programs give at some elements of each output, beside the truth, as text.
+    """Say what programs give at some elements, beside the truth.
 
-    Args:
-        spec: The spec.
-        binding: Its static parameters.
-        programs: By what they are called in the table.
-        inputs: In float64.
-        given: How many columns of the first row to show; else the elements that differ most.
-        element: The element type of what is stored; the spec's first by default.
+    Shown are `given` columns of the first row, else the elements that differ most. What is stored
+    has the spec's first element type by default.
     """
     chosen = dict.fromkeys(spec.types, element) if element else spec.default_types()
     truth = run_reference(spec, inputs, binding=binding, exact=True)

@@ -39,7 +39,7 @@ _COPY = ("program", "dtype", "tile")
 
 
 def feedback(verdict: Verdict, check: str, number: int) -> str:
-    """A verdict as text for an author; that of a failed check has at most `LIMIT` characters."""
+    """Render a verdict for an author; a failed one within `LIMIT` characters."""
     failed = next((gate.name for gate in verdict.gates if not gate.passed), None)
     head = f"FAILED at {failed}" if failed else f"passed ({verdict.level or 'nothing shown yet'})"
     lines, faults = [f"attempt {number}, check {check}: {head}"], list[list[str]]()
@@ -67,7 +67,7 @@ def feedback(verdict: Verdict, check: str, number: int) -> str:
 
 
 def merged(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Findings by what is wrong: those of other programs, types and tiles are one."""
+    """Group findings by what is wrong, across programs, types and tiles."""
     groups = dict[tuple[object, ...], list[Finding]]()
     for finding in findings:
         about = finding.where.get("output"), finding.where.get("fault")
@@ -77,13 +77,13 @@ def merged(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 
 def resources(kernel: Resources) -> str:
-    """A kernel's registers, and how much of what did not fit into them is spilled."""
+    """Say how many registers a kernel has, and what it spills."""
     said = f"{kernel.registers} registers, {kernel.local_stores} spill stores"
     return f"{said} to {kernel.stack_bytes} bytes a thread" if kernel.local_stores else said
 
 
 def lines_of(finding: Finding) -> list[str]:
-    """A finding as text: what is wrong, then, indented, where and what to try."""
+    """Render a finding: what is wrong, then where and what to try."""
     return _lines([finding])
 
 
@@ -112,7 +112,7 @@ def _copies(first: Finding, others: list[Finding]) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Text without its middle where it is long: a finding ends with what explains it."""
+    """Cut a text's middle: a finding ends with what explains it."""
     return text if len(text) <= limit else f"{text[: limit // 3]} … {text[-limit * 2 // 3 + 3 :]}"
 
 

@@ -1,4 +1,4 @@
-"""What a program became on its way to the machine, as far as an author can change it."""
+"""What a program became, as far as an author can change it."""
 
 import re
 import textwrap
@@ -21,8 +21,7 @@ _WIDEST = 120
 
 
 def epilogue(stage: str, text: str) -> str:
-    """What follows the mainloop's last wait, until a subtile of all tiles is stored. The subtiles
-    after it repeat that; a program that stores no tile has its whole end."""
+    """Cut out what follows the last wait, until one subtile is stored."""
     lines = text.splitlines()
     begin = max((i for i, line in enumerate(lines) if _BEGINS[stage] in line), default=0)
     ends = (i for i in range(begin, len(lines)) if _ENDS[stage] in lines[i])
@@ -39,8 +38,7 @@ def _short(line: str) -> str:
 
 
 def tiles(spec: Spec, text: str, program: str | None) -> str:
-    """Registers and spills in each configuration that a tuner may pick, compiled for sm_90a in the
-    first element type.
+    """List registers and spills in each configuration, for sm_90a.
 
     Raises:
         CodaError: the candidate does not trace, or has no such program.
@@ -66,7 +64,7 @@ def tiles(spec: Spec, text: str, program: str | None) -> str:
 
 
 def crowded(graph: Graph) -> str:
-    """Where most elementwise values are alive in the order of the program, which spill first."""
+    """Say where most elementwise values are alive, which spill first."""
     per_element = [n.shape in (Shape.TILE, Shape.HALF, Shape.WIDE) for n in graph.nodes]
     last = {a: i for i, n in enumerate(graph.nodes) for a in (i, *n.args)}
     last |= dict.fromkeys(graph.outputs.values(), len(graph.nodes))
@@ -82,8 +80,7 @@ def crowded(graph: Graph) -> str:
 
 
 def roofline(spec: Spec, text: str, name: str | None = None) -> str:
-    """Flops, least bytes and the floor in microseconds at each bench shape, on an H200, in the
-    spec's first element type."""
+    """State flops, bytes and the floor at each shape, on an H200."""
     program, element = program_of(spec, text, name), spec.elements[0]
     lines: list[str] = []
     for sizes in spec.bench_shapes:

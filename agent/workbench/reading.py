@@ -1,4 +1,4 @@
-"""What an author reads of the vocabulary, the demonstrations and a spec, in the fewest words."""
+"""What an author reads of vocabulary, demonstrations and a spec, in brief."""
 
 from coda_agent.demos import demos
 from coda_agent.primitives.catalogue import entries
@@ -7,8 +7,7 @@ from coda_agent.specs.format import Draw
 
 
 def vocabulary(word: str = "") -> str:
-    """A line for each primitive that has a word in its name, kind or summary: how it is called, its
-    kind, a summary."""
+    """List primitives with a word in name, kind or summary."""
     lines = (f"{e.signature}  [{e.kind}]  {e.summary}" for e in entries())
     return "\n".join(line for line in lines if word.lower() in line.lower())
 
@@ -28,7 +27,7 @@ def demonstrations(word: str) -> str:
 
 
 def programs_to_define(spec: Spec) -> str:
-    """The programs a candidate must have: names, operands, what is added in place, outputs."""
+    """Say which programs a candidate must have, with operands and outputs."""
     lines = ["Programs to define:"]
     for binding in spec.bindings():
         updated = spec.updated(binding)
@@ -51,7 +50,7 @@ def _drawn(draw: Draw) -> str:
 
 
 def _canonical(spec: Spec) -> list[str]:
-    """What a program sees in the place of the declared tensors, where that is something else."""
+    """What a program sees where declared tensors are something else."""
     if (layout := spec.layout) is None:
         return []
     lines = ["The spec has its tensors as a user does. A program reads and writes these instead:"]

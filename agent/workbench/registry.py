@@ -1,4 +1,4 @@
-"""The registry of tools: each is a function of a workbench, and its parameters are the input.
+"""The registry of tools: each is a function of a workbench.
 
 The Messages loop, the MCP server and the command line read the same list, so that a tool is
 described once, where it is written.
@@ -35,18 +35,17 @@ class Result(BaseModel):
 
     @property
     def failed(self) -> bool:
-        """Whether it is an error to whoever asked: a candidate that the judge refuses is one."""
+        """Whether whoever asked takes it for an error, as a refused candidate."""
         return not self.ok or self.data.get("passed") is False
 
 
 class ToolError(CodaError):
-    """A call that cannot be done as asked; the author is told and may do better."""
+    """A call that cannot be done as asked."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool; `last` ones may still be called in the turn after a budget's end, and those that
-    only read change nothing but the run's log."""
+    """One tool; `last` ones run after a budget's end, `reads` change nothing."""
 
     name: str
     description: str
@@ -71,7 +70,7 @@ class Tool:
             raise ToolError(f"the input of {self.name} does not fit: {said}") from None
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of its input, without the titles that repeat the names."""
+        """The JSON schema of its input, without titles."""
         schema = self.input.model_json_schema()
         schema.pop("title", None)
         schema.pop("description", None)
@@ -81,7 +80,7 @@ class Tool:
 
 
 def tool(*, last: bool = False, reads: bool = False) -> Callable[[Function], Function]:
-    """Mark a function as a tool; its parameters after the workbench are the tool's input."""
+    """Mark a function as a tool, whose further parameters are the input."""
 
     def mark(function: Function) -> Function:
         vars(function)["_tool"] = last, reads
@@ -117,7 +116,7 @@ def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def _input(function: Callable[..., Any]) -> type[BaseModel]:
-    """A model of a function's parameters; a misspelt one is an error, not a default."""
+    """A model of a function's parameters, which refuses misspelt ones."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     fields: dict[str, Any] = {
         p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
@@ -126,7 +125,7 @@ def _input(function: Callable[..., Any]) -> type[BaseModel]:
 
 
 def bounded(text: str, limit: int = LIMIT) -> str:
-    """`text` cut to its head and tail where it is longer than `limit`."""
+    """Cut `text` to its head and tail where it is long."""
     if len(text) <= limit:
         return text
     head = text[: limit * 2 // 3].rpartition("\n")[0] or text[: limit * 2 // 3]

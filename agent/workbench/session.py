@@ -1,4 +1,4 @@
-"""The workbench of a run: its state, its tools, and the candidates it proposes to the judge.
+"""The workbench of a run: its state, tools, and proposals.
 
 - Every call of a tool is an event before and after.
 - The state is a fold over the run's events (`agent/state.py`): a run can be left and taken up again
@@ -66,7 +66,7 @@ class Workbench:
         self.reason: str | None = None
 
     def call(self, name: str, given: object, id: str = "") -> Work[Result]:
-        """Run one tool; a call that cannot be done is a result that says so."""
+        """Run one tool; where that cannot be done, the result says so."""
         self.log.append(e.ToolStarted(id=id, name=name, input=given))
         start = time.monotonic()
         try:
@@ -112,7 +112,7 @@ class Workbench:
         return Proposal(self.candidate(), "submit")
 
     def propose(self, check: str) -> Proposal | Result:
-        """Propose the candidate; a check that would find the same again has its old result.
+        """Propose the candidate, or answer as before to the same.
 
         Raises:
             CodaError: there is no candidate, or the machine or the budget lacks what it needs.
@@ -145,8 +145,7 @@ class Workbench:
         return Verdict.model_validate_json(path.read_text("utf-8"))
 
     def _tips(self) -> str:
-        """What earlier runs learned of the fault that was just found; each is shown once, and some
-        are held back."""
+        """What earlier runs learned of the fault just found, each tip once."""
         attempt = self.state.attempts[-1]
         if attempt.passed or {"tips", "diagnosis"} & set(self.withheld):
             return ""
@@ -215,9 +214,7 @@ class Workbench:
         )
 
     def _same_failure(self, check: str) -> Attempt | None:
-        """The attempt that failed at what this check would find again: the same candidate by the
-        same gates, at the same check or, where nothing was computed yet, at one of which this check
-        does more."""
+        """The attempt that failed at what this check would find again."""
         for attempt in reversed(self.state.attempts):
             failed = next(iter(attempt.judgement.failed), "")
             order = CHECKS.index(check) - CHECKS.index(attempt.check)

@@ -22,12 +22,12 @@ DEFAULT_MODEL = "claude-opus-5-5"
 
 
 def model_named(name: str = "") -> str:
-    """The model that is called: the one named, else the user's own, else the project's."""
+    """Choose the model: the one named, the user's own, or the project's."""
     return name or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
 
 
 def server_named(url: str) -> str:
-    """The server at a URL, which may end in the API's /v1; empty where none is named.
+    """Strip the URL of a server, which may end in /v1.
 
     Raises:
         CodaError: it is no URL of HTTP, or has a password in it, which logs would keep.
@@ -70,7 +70,7 @@ class _Claude(Kind):
 
 
 class _Messages(Kind):
-    """The same author under a name that does not claim whose model it is.
+    """The same author for a model of another server.
 
     Such a server may know less than Anthropic's, so it is asked for nothing but what it says it can
     do. Its prices are the user's to tell; where they are unknown, budgets are in tokens.

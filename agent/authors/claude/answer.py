@@ -1,4 +1,4 @@
-"""One answer of the model, put together from the events of its stream.
+"""One answer of the model, put together from its stream's events.
 
 Whatever a server or a proxy sends is checked here and nowhere else. The SDK's own accumulation
 checks nothing: it appends a block whatever its index, goes on after the end, and fails with any
@@ -210,9 +210,11 @@ class Answer:
         return {**message.model_dump(), "content": content, "usage": self.used()}
 
     def used(self) -> dict[str, Any] | None:
-        """The usage block: empty where nothing was used, None where it cannot be known. For an
-        answer that broke off it counts the prompt and the answer as far as it came, a token for
-        three characters."""
+        """Count the tokens used: empty for none, None where nobody knows.
+
+        For an answer that broke off it counts the prompt and the answer as far as it came, a token
+        for three characters.
+        """
         if not self.accepted:
             return {}
         usage = dict(self._message.get("usage", {}))
@@ -226,12 +228,7 @@ class Answer:
 
 
 def _parsed(block: dict[str, Any], *, cut: bool) -> dict[str, Any]:
-    """A block, its input parsed; one that breaks off is let through where the turn was `cut`, and
-    nobody acts on it.
-
-    Raises:
-        Broken: the input is no JSON.
-    """
+    """Parse a block's input, which a turn that was `cut` breaks off."""
     if not (raw := block.pop("partial_json", "")):
         return block
     try:

@@ -1,4 +1,4 @@
-"""One turn of the model over HTTP: a stream read to its end, retried where that can help.
+"""One turn of the model over HTTP, retried where that can help.
 
 - One policy serves refusals by the server and streams that break. The SDK's own retries would cover
   the first only, and out of sight of the log and the budget.
@@ -116,7 +116,7 @@ class Client:
         return self._tried(read, left_s, lambda **about: failed(**about, usage=answer.used()))
 
     def model(self, name: str, left_s: float, failed: Callable[..., None]) -> dict[str, Any]:
-        """What the API says about a model; `failed` is told as by `respond`.
+        """Ask what the API says about a model; `failed` as of `respond`.
 
         Raises:
             Stopped: no attempt succeeded, or none could.
@@ -171,7 +171,7 @@ class Client:
         response.stream = _watched(response.stream, self)  # type: ignore[assignment]
 
     def check(self, size: int) -> None:
-        """Raises Broken where this attempt has taken too long, or its answer so many bytes."""
+        """Raise Broken where this attempt took too long, or too many bytes."""
         if self.clock() > self._deadline:
             raise Broken("no answer before the deadline")
         if size > LARGEST:
@@ -216,7 +216,7 @@ def _events(response: "httpx2.Response") -> Iterator[str]:
 
 
 def retry_after(error: Exception, attempt: int) -> float | None:
-    """Seconds to wait before the next attempt; None where another would end the same.
+    """Choose the seconds before the next attempt; None for no further one.
 
     What the server asks for is obeyed, where it is a time. Otherwise the wait doubles from half a
     second to half a minute, less a random quarter, so that many clients do not come back at once.

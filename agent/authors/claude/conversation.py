@@ -26,7 +26,7 @@ hour, less some for the way."""
 
 
 class Conversation:
-    """What was said, and what is still owed an answer; what was spent is in the run's state.
+    """What was said, and what is still owed an answer.
 
     Attributes:
         begun: How many conversations the run has had; all else is of the last one.
@@ -105,7 +105,7 @@ class Conversation:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the parameters and the messages so far: of what is sent next."""
+        """The SHA-256 of what is sent next: parameters and messages."""
         return self._digest.hexdigest()
 
     def _say(self, role: str, content: list[dict[str, Any]]) -> None:

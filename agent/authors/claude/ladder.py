@@ -1,4 +1,4 @@
-"""The ladder: the composer, then models from cheap to strong, until the judge passes a candidate.
+"""The ladder: the composer, then models from cheap to strong.
 
 - The composer goes first and is free. What it refuses, and why, is in every model's first message.
 - A model begins a conversation of its own. Instead of what others said it is given the candidate
@@ -88,7 +88,7 @@ class Ladder(Author):
 
 
 def furthest(bench: "Workbench") -> str:
-    """Show the failed candidate that passed most gates, the latest of equals, and its finding."""
+    """Show the failed candidate that passed most gates, and its finding."""
     tried = [attempt for attempt in bench.state.attempts if not attempt.passed]
     if not tried:
         return ""

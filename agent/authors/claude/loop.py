@@ -1,5 +1,4 @@
-"""The Claude author: a model of the Messages API at the workbench, until a kernel is accepted, the
-author gives up, or a budget is used up.
+"""The Claude author: a model of the Messages API at the workbench.
 
 - The run's events are the only state: `RunState` says what was done and spent, `Conversation` what
   was said, and the loop below only looks at these two. So a run continues after a kill where it
@@ -46,7 +45,7 @@ NO_KEY_HINT = (
 
 @contextlib.contextmanager
 def stops(bench: Workbench) -> Iterator[None]:
-    """End the run where its author is stopped, so that it can be resumed."""
+    """End the run where its author is stopped, resumable."""
     try:
         yield
     except Stopped as stop:
@@ -107,11 +106,7 @@ class Claude(Author):
         bench.finish(reason)
 
     def converse(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
-        """Go on with a conversation until there is nothing more to do; the reason.
-
-        Raises:
-            Stopped: as `work`.
-        """
+        """Go on with a conversation to its end; the reason of that."""
         for call in [call for call in talk.owed if call["id"] in talk.started]:
             bench.refuse(call["id"], call["name"], INTERRUPTED)
         while (reason := (yield from self._step(bench, talk))) is None:
@@ -155,7 +150,7 @@ class Claude(Author):
         return said
 
     def _ask(self, bench: Workbench, talk: Conversation) -> str | None:
-        """One call of the model; a reason where it cannot be paid for, or where it refuses."""
+        """Call the model once; a reason where that cannot be paid for."""
         budget, most = self.options.budget, self.purse.room(bench.state, talk)
         if not most or bench.state.steps >= budget.steps:
             return f"budget: {talk.limit}"
@@ -192,11 +187,7 @@ class Claude(Author):
         return None
 
     def open(self, bench: Workbench, before: str = "") -> None:
-        """Check the model and fix what every call will start with; `before` was tried by others.
-
-        Raises:
-            Stopped: as `work`.
-        """
+        """Check the model and fix what calls start with, `before` included."""
         info = self._model(bench)
         sent = prompt.request(bench.spec, bench.withheld)
         request = parameters(sent, self.options, self.prices, info, elsewhere=self.elsewhere)
@@ -207,14 +198,7 @@ class Claude(Author):
         bench.log.append(e.Prompted(request=request, messages=messages, characters=characters))
 
     def _model(self, bench: Workbench) -> dict[str, Any]:
-        """What the API says about the model.
-
-        Raises:
-            CodaError: there is no such model, or it is retired.
-            Stopped: the API cannot be asked.
-
-        Another server than Anthropic's need not say anything.
-        """
+        """What the API says about the model; another server need not say anything."""
         import anthropic
 
         name, models = self.options.model, self.client.sdk.models

@@ -1,4 +1,4 @@
-"""The composer, an author without a key: derives the program from the reference, or says why not.
+"""The composer, an author without a key, which derives programs from references.
 
 - `capture`: the reference as an ATen graph. `subgraph`: any ATen graph, such as Inductor's, by the
   roles of its dims (`retrace`, `axes`, `resize`, `ports`). Both state a `Problem`.
@@ -29,7 +29,7 @@ class Composer(Writer):
     name = "composer"
 
     def write(self, spec: Spec, observer: Observer) -> str:
-        """The complete text of a candidate: one program for each binding of `spec`, checked.
+        """Write a candidate: one program for each binding of `spec`, checked.
 
         Raises:
             ProgramError: The reference cannot be expressed, or the program disagrees with it.
@@ -69,7 +69,7 @@ _handed: dict[str, str] = {}
 
 
 def handed_over(spec: Spec) -> str:
-    """Compose a spec, for another author: where it stops, and its draft; empty where it does not.
+    """Compose a spec for another author: a draft where that stops.
 
     Raises:
         SpecError: the reference block is broken.
@@ -87,7 +87,7 @@ def handed_over(spec: Spec) -> str:
 
 
 def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None:
-    """Compare `program` with the reference, both in float64, at a shape other than the captured.
+    """Compare `program` with the reference in float64, at another shape.
 
     Raises:
         ProgramError: An output differs; names it.

@@ -1,4 +1,4 @@
-"""Operations that look across a row or a column: reductions, norms and target select."""
+"""Operations across a row or a column: reductions, norms, target select."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from coda_agent.specs.layout import interleaved
 
 
 class Across:
-    """Their meaning in a trace's layout, by ATen's name; `apply` is that of what is elementwise."""
+    """Their meaning in one trace's layout, by ATen's names."""
 
     meaning: Mapping[str, Callable[..., Any]]
 
@@ -33,7 +33,7 @@ class Across:
     def reduce(
         self, op: str, x: Elements, dims: Any = None, keepdim: bool = False, dtype: Any = None
     ) -> Elements:
-        """`x` reduced over `dims`: all columns of each row, all rows of each column, or a pair."""
+        """Reduce `x` over `dims`: whole rows, whole columns, groups or pairs."""
         codes = x.codes
         listed = [dims] if isinstance(dims, int) else dims or range(codes.ndim)
         over = sorted(d % codes.ndim for d in listed)
@@ -61,7 +61,7 @@ class Across:
         )
 
     def extreme(self, op: str, x: Elements, *over: Any) -> Any:
-        """The maximum or minimum; over a dim, PyTorch returns its position too."""
+        """Take the maximum or minimum; over a dim with its position."""
         found = self.reduce(op, x, *over)
         if not over:
             return found
@@ -89,7 +89,7 @@ class Across:
         return self._of(lambda v: v * by, variance), self.reduce("mean", x, dims, keepdim)
 
     def _group(self, op: str, codes: Any) -> Elements | None:
-        """A statistic over the last dim, where that is a group of adjacent columns."""
+        """A statistic over the last dim, where that is a group."""
         m, extent = self.layout.extents["M"], codes.shape[-1]
         columns = {self.layout.extents[d]: d for d in ("N", "N/2")}.get(codes.numel() // m)
         if extent not in WIDTHS or columns is None or op not in _GROUPED:
@@ -100,7 +100,7 @@ class Across:
         return self.layout.codes.write(made, shape, frame)
 
     def _whole(self, codes: Any) -> tuple[str, Expr]:
-        """Which dim the rows of a matrix are, and the full tile, or half of one, that it holds."""
+        """Which dim a matrix's rows are, and what tile it holds."""
         shape = tuple(codes.shape)
         if self.layout.in_halves(shape):
             codes = interleaved(codes, -1)  # in which order is summed does not matter
@@ -132,7 +132,7 @@ class Across:
         )
 
     def gather(self, x: Elements, dim: int, index: Any, **_: Any) -> Elements:
-        """One element of each row, in the column that an integer input names."""
+        """Take one element of each row, in the column an input names."""
         if not self.is_index(index):
             raise ProgramError("takes columns by other than an integer input", hint=_BY_INPUT)
         rows, columns = (v.codes.movedim(dim, -1) for v in (x, index))

@@ -81,7 +81,7 @@ def _call(expr: Expr, args: list[Any], acc: Any) -> Any:
 
 
 def _sum(expr: Expr, values: Mapping[Expr, Any], shared: Mapping[Expr, int]) -> Any:
-    """A sum, in which a negative term that is used once takes its sign along."""
+    """A sum; a negative term used once takes its sign along."""
     first, *rest = expr.args
     total = values[first]
     for term in rest:

@@ -127,8 +127,7 @@ def _rounded(x: Expr, decimals: Expr | float = 0.0) -> Expr:
 
 
 def _hypotenuse(x: Expr, y: Expr) -> Expr:
-    """√(x² + y²), of sides over the longer one where squares would overflow or vanish; infinite
-    where a side is, if the other is NaN too (IEEE 754-2019, 9.2.1)."""
+    """√(x² + y²) without overflow; infinite of a side (IEEE 754-2019, 9.2.1)."""
     sides = [apply("absolute", side) for side in (x, y)]
     longer = apply("maximum", *sides)
     small = apply("greater", 2.0**60, longer)
@@ -157,7 +156,7 @@ def _turned(op: str, x: Expr) -> Expr:
 
 
 def meaning(name: str) -> Callable[..., Expr] | None:
-    """What an elementwise operation of ATen, or of Python, is; None where no program has it."""
+    """Find an elementwise operation of ATen or Python, or None."""
     known = next((op.name for op in OPS.values() if name in op.aten), "")
     return _ELEMENTWISE.get(name) or (partial(apply, known) if known else None)
 

@@ -1,4 +1,4 @@
-"""Which axes each dim of each tensor of a graph is made of.
+"""Which axes each dim of a graph's tensors is made of.
 
 An axis is rows, columns, what is summed, a head, or part of one of these. Views cut and join axes,
 elementwise operations identify them, and nothing else tells them apart: no size does.
@@ -38,7 +38,7 @@ class Axis:
         self._parts: tuple[Axis, ...] = ()
 
     def leaves(self) -> list[Axis]:
-        """The axes that it was cut into, outermost first; itself where it is whole."""
+        """The axes it was cut into, outermost first, or itself."""
         if not self._parts:
             return [self]
         return [leaf for part in self._parts for leaf in part.leaves()]
@@ -118,7 +118,7 @@ def divide(axes: Iterable[Axis], sizes: Sequence[int]) -> list[Dim]:
 
 
 class Axes:
-    """The axes of a traced graph, whose nodes are ATen calls with static shapes.
+    """The axes of a traced graph of ATen calls with static shapes.
 
     Attributes:
         dims: Of each node that is a tensor, the axes of each dim.

@@ -1,4 +1,4 @@
-"""Calls of ATen in a traced graph: their names, arguments and shapes, and what they need."""
+"""Calls of ATen in a traced graph: names, arguments, shapes, needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 
 def bounds(node: fx.Node) -> tuple[int, int, int, int]:
-    """Dim, start, stop and step of a slice, or of what is put into one."""
+    """Find dim, start, stop and step of a slice or scatter."""
     shift = name_of(node) == "slice_scatter"
     shape = shape_of(node.args[0])
     dim = argument(node, 1 + shift, "dim", 0) % len(shape)
@@ -41,7 +41,7 @@ def bounds(node: fx.Node) -> tuple[int, int, int, int]:
 
 
 def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
-    """Nodes and all that they are computed from; of these, those from one on in the graph."""
+    """Collect nodes and what they are computed from, `since` one."""
     seen, pending = set[fx.Node](), [*nodes]
     while pending:
         node = pending.pop()

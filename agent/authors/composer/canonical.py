@@ -76,8 +76,11 @@ class _Form:
 
 
 def _remnant(expr: Expr) -> bool:
-    """Whether it is what rounding leaves, x - trunc(x) or x - sign(x) · floor(|x|), as torch 2.11
-    has it: in a longer sum x would cancel late, and take the digits of other terms along."""
+    """Whether it is what rounding leaves.
+
+    That is x - trunc(x) or, in torch 2.11, x - sign(x) · floor(|x|). In a longer
+    sum x would cancel late, and take other terms' digits along.
+    """
 
     def rounded(a: Expr) -> bool:
         return a.op in _ROUNDED or (a.op in ("neg", "mul") and any(map(rounded, a.args)))
@@ -86,8 +89,7 @@ def _remnant(expr: Expr) -> bool:
 
 
 def _extremum(op: str, args: list[Expr], *, inner: bool) -> Expr:
-    """A maximum or minimum, or what a clamp, ReLU or leaky ReLU was spelled as. A clamp may take an
-    `inner` first value in, which is used here only."""
+    """A maximum or minimum, or a clamp taking an `inner` one in."""
     x, y = sorted(args, key=lambda a: (a.op == "const", a.key))
     if x == y:
         return x

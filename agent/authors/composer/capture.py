@@ -56,7 +56,7 @@ _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
 def distinct_sizes(spec: Spec, *, named: bool = False) -> dict[str, int]:
-    """An extent for each dim such that all of them, and half and twice the columns, differ.
+    """Choose extents of dims that differ, with half and twice the columns.
 
     With `named`, each is a multiple of what its sizes in the spec have in common, or the only one:
     a reference may hold a head's width, or a whole size, as a number.
@@ -239,7 +239,7 @@ def _output(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], name:
 
 
 def _lines(path: str) -> Any:
-    """A mode that notes each node's line of `path`, and unfolds what would guard on a scalar."""
+    """A mode that notes lines of `path`, and unfolds guards on scalars."""
 
     def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         scalars = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.SymFloat)]
@@ -268,8 +268,7 @@ def _lines(path: str) -> Any:
 
 @contextmanager
 def noted(key: str, value: Any) -> Iterator[None]:
-    """Note something at nodes that are recorded meanwhile. torch 2.9 has no
-    `torch.fx.traceback.annotate`."""
+    """Note something at nodes that are recorded meanwhile."""
     meta = notes.get_current_meta()
     before = meta.get("custom", {})
     meta["custom"] = {**before, key: value}

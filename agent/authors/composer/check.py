@@ -1,4 +1,4 @@
-"""What a composed program computes beside the graph that it comes from, by numbers, in float64."""
+"""What a composed program computes beside its graph, in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-9
 def check_numbers(
     problem: Problem, program: Program, parts: Mapping[str, tuple[str, int, int]]
 ) -> None:
-    """Compare a program with its graph at the graph's sizes; `parts` as of `Rewritten`, there.
+    """Compare a program with its graph; `parts` as of `Rewritten`.
 
     Raises:
         Refusal: an output differs; names it.
@@ -56,8 +56,7 @@ def run_exactly(
     narrow: Callable[[torch.dtype], bool] = lambda _: False,
     dtype: torch.dtype = torch.float64,
 ) -> Any:
-    """Run a graph in float64, or another type; casts round only where that is meant, to a `narrow`
-    type. A value is freed after its last use."""
+    """Run a graph in another type, float64, rounding at `narrow` casts alone."""
     values: dict[Any, Any] = {}
     given = iter(inputs)
     last = {x: node for node in module.graph.nodes for x in node.all_input_nodes}
@@ -84,7 +83,7 @@ def call_exactly(
     narrow: Callable[[torch.dtype], bool] = lambda _: False,
     dtype: torch.dtype = torch.float64,
 ) -> Any:
-    """Call in float64, or another type, what a node calls, on `values` of others."""
+    """Call in float64, or another type, what a node calls."""
     found: Any = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
     args, kwargs = found
     target = cast("Callable[..., Any]", node.target)
@@ -103,7 +102,7 @@ def call_exactly(
 
 
 def _drawn(problem: Problem, *, positive: bool) -> dict[str, torch.Tensor]:
-    """Inputs of the graph, in order: about 1 in size, or between 0.1 and 1."""
+    """Inputs in order: about 1 in size, or in [0.1, 1)."""
     generator = torch.Generator().manual_seed(int(positive))
     inputs: dict[str, torch.Tensor] = {}
     places = [n for n in problem.module.graph.nodes if n.op == "placeholder"]
@@ -122,8 +121,7 @@ def _drawn(problem: Problem, *, positive: bool) -> dict[str, torch.Tensor]:
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest expected number; infinite where the one is
-    a number and the other is not."""
+    """Measure the largest difference, as a share of the largest expected number."""
     got, expected = (x.double() if x.dtype is torch.bool else x for x in (got, expected))
     finite = expected.isfinite()
     if not (finite | (got == expected) | (got.isnan() & expected.isnan())).all():

@@ -1,4 +1,4 @@
-"""Tensors of a trace as integers: which expression stands at each element, and where in it.
+"""Tensors of a trace as integers: which expression stands where.
 
 Views, slices, stacks and scatters run on these integers as ATen defines them, so no spelling of
 them needs a rule.

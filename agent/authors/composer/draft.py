@@ -1,4 +1,4 @@
-"""The draft of a reference that the composer refuses: a program with holes, and why each is there.
+"""The draft of a refused reference: a program with holes.
 
 A node that has no rewriting is a hole, and so is whatever needs it. A hole stands in the draft over
 the values that the composer had in front of it. Outputs without a hole are checked as usual.
@@ -30,7 +30,7 @@ HOLE = "HOLE"
 
 
 def draft(spec: Spec, why: str) -> str:
-    """Say where the composer stopped, and what it has of the rest; `why` it refused, else."""
+    """Say where the composer stopped, or `why`, and what it has."""
     drafts = list[_Draft]()
     try:
         for binding in spec.bindings():
@@ -63,15 +63,7 @@ class _Hole(Unusable):
 
 
 class _Draft(Rewriter):
-    """The draft of one program.
-
-    Attributes:
-        reasons: Why each hole is there.
-        program: With holes as its outputs.
-
-    Raises:
-        ProgramError: there is none.
-    """
+    """The draft of one program, with holes and the reasons why they are there."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -55,7 +55,7 @@ class Elementwise:
 
     @contextmanager
     def in_order(self, node: Any) -> Iterator[None]:
-        """Computes with the dims of a node in the order of rows and columns meanwhile."""
+        """Compute with a node's dims in the order of rows and columns."""
         self.moved = self.problem.moved.get(node)
         try:
             yield
@@ -105,7 +105,7 @@ class Elementwise:
     def _half_wise(
         self, function: Callable[..., Expr], tensors: Iterable[Elements], shape: tuple[int, ...]
     ) -> Elements | None:
-        """A function of halves of groups of columns, computed as if of the whole tile."""
+        """A function of halves of groups, as if of the tile."""
         m, n, width = self.layout.extents["M"], self.layout.extents["N"], 2 * shape[-1]
         if width not in WIDTHS or math.prod(shape) != m * n // 2:
             return None
@@ -117,7 +117,7 @@ class Elementwise:
         return Elements(apart(whole.codes, width)[0].reshape(shape))
 
     def _part_wise(self, function: Callable[..., Expr], tensors: list[Elements]) -> Elements | None:
-        """A function of part of an operand and of numbers, computed as if of all of it."""
+        """A function of part of an operand, as if of all."""
         codes = tensors[0].codes
         if len(tensors) != 1 or (expr := self.codes.only(codes)) is None:
             return None
@@ -133,7 +133,7 @@ class Elementwise:
     def _table_wise(
         self, function: Callable[..., Expr], tensors: list[Elements], shape: tuple[int, ...]
     ) -> Elements | None:
-        """A function of what is part of the rows or columns, computed as if of the whole tile."""
+        """A function of part of the rows or columns, as if whole."""
         tile = Frame(("M", "N"))
         found: list[tuple[Expr, torch.Tensor]] = []
         for at in self.layout.parts.ways(shape):
@@ -145,7 +145,7 @@ class Elementwise:
         return self.layout.parts.read_as(found, shape) if found else None
 
     def _ordered(self, value: Elements, order: Callable[..., torch.Tensor]) -> Elements:
-        """A value whose columns are all the product's in another order; any other as it is."""
+        """A value with all the product's columns in another order; else itself."""
         halves = self.layout.in_halves(tuple(value.codes.shape))
         return Elements(order(value.codes, -1)) if halves else value
 
@@ -161,7 +161,7 @@ class Elementwise:
             seen, frame = tuple(self.layout.extents[d] for d in "MN"), Frame(("M", "N"))
 
         def computed(side: int) -> torch.Tensor:
-            """The result; of a wide value one of its sides, which programs compute with apart."""
+            """The result; of a wide value one of its sides."""
 
             def expr(tensor: Elements) -> Expr:
                 codes = tensor.codes.broadcast_to(shape)

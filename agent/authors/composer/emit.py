@@ -1,4 +1,4 @@
-"""From canonical expressions to the source of a candidate, as one would write it by hand.
+"""From canonical expressions to source, as one would write it by hand.
 
 - A value gets a name where it is used more than once, or where a line would grow long.
 - The same expressions always give the same bytes.
@@ -23,14 +23,14 @@ _LONG = 64
 
 
 def emit(spec: Spec, programs: list[Rewritten]) -> str:
-    """Write the complete text of a candidate with these programs, in this order."""
+    """Write a candidate's text with these programs, in this order."""
     doc = f"{spec.name}: {_plain(spec.summary)}"
     more = "\n\nComposed from the PyTorch reference of the spec.\n"
     return module_text(doc, spec.gemm, programs, more)
 
 
 def module_text(doc: str, gemm: tuple[str, ...], programs: list[Rewritten], more: str = "") -> str:
-    """Write a module of programs, whose product is that of `gemm`; `more` goes on with its doc."""
+    """Write a module of programs; `more` goes on with its doc."""
     functions = [_Function(program, gemm) for program in programs]
     used = {"epilogue"}.union(*(f.imports for f in functions))
     names = sorted(used.intersection(primitives.__all__))  # a draft has holes among them
@@ -49,7 +49,7 @@ def module_text(doc: str, gemm: tuple[str, ...], programs: list[Rewritten], more
 
 
 def _listed(opening: str, items: list[str], closing: str) -> str:
-    """Items in one line, or where it would be too long, one a line."""
+    """Items in one line, or one a line where that is long."""
     line = f"{opening}{', '.join(items)}{closing}"
     if len(line) <= 100:
         return line
@@ -150,7 +150,7 @@ class _Function:
         self.statements.append(f"{', '.join(shown)} = pairs({text})")
 
     def _render(self, expr: Expr, root: bool = False) -> tuple[str, int]:
-        """Text of `expr` and how tightly it binds; names what would be long."""
+        """Text of `expr` and how tightly it binds, long parts named."""
         if expr in self.names:
             return self.names[expr], _ATOM
         text, binding = self._spelled(expr)
@@ -208,7 +208,7 @@ class _Function:
         return text if binding >= least else f"({text})"
 
     def _joined(self, op: str, args: tuple[Expr, ...]) -> str:
-        """A product or a sum; a negative term of a sum takes its sign along."""
+        """A product or a sum, whose negative terms take their signs along."""
         if op == "mul":
             return " * ".join(self._within(a, _PRODUCT + (i > 0)) for i, a in enumerate(args))
         text = ""
@@ -298,7 +298,7 @@ def _number(value: float) -> str:
 
 
 def _gates(roots: list[Expr], count: Mapping[Expr, int]) -> dict[Expr, Expr]:
-    """Products that are a gated unit of a pair, with the factor that gates."""
+    """Products that are a gated unit, with the factor that gates."""
     found: dict[Expr, Expr] = {}
     for expr in walk(roots):
         if expr.op == "mul" and len(expr.args) == 2:

@@ -21,14 +21,7 @@ NEXT = "return the reduction as an output and apply it in the next kernel"
 
 
 class Reduction(NamedTuple):
-    """A reduction of a whole row or column.
-
-    Attributes:
-        kind: Of the output that it is.
-        aten: Its name in ATen.
-        left: Which dim is left.
-        words: What docstrings call it.
-    """
+    """A reduction of a whole row or column, of which the dim `left` is left."""
 
     kind: str
     aten: str
@@ -49,11 +42,11 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Expr:
-    """One value: an operation over others, or a leaf ("acc", "operand", "index", "const").
+    """One value: an operation over others, or a leaf.
 
     Attributes:
-        op: A name of the vocabulary or a structural one; once canonical, "mul" and "add" take any
-            number of arguments.
+        op: A name of the vocabulary, a structural one, or a leaf's: "acc", "operand", "index",
+            "const". Once canonical, "mul" and "add" take any number of arguments.
         dims: Which of M, N, N/2, 2*N and K it varies over.
         value: Of a constant; of a reduction, over how many elements it is.
         key: Order among commutative arguments; holds positions of inputs, never names.
@@ -88,7 +81,7 @@ class Expr:
 
     @property
     def reduced(self) -> bool:
-        """Whether it is a reduction, or a norm that could still be squared into one."""
+        """Whether it is a reduction, or a norm that is its root."""
         return self.reduction or (self.op == "sqrt" and self.args[0].reduction)
 
     def __add__(self, other: Expr | float) -> Expr:
@@ -230,7 +223,7 @@ def before_column(stop: float, value: Expr, other: Expr) -> Expr:
 
 
 def _within_gather(op: str, args: tuple[Expr, ...], index: Expr) -> Expr:
-    """What is computed with gathered elements moves inside: a gather can only be stored."""
+    """Move what is computed with gathered elements inside: gathers are only stored."""
     inner = [a.args[0] if a.op == "gather" else a for a in args]
     if any((a.op == "gather" and a.args[1] != index) or not a.dims <= {"M"} for a in args):
         raise ProgramError(
@@ -241,8 +234,7 @@ def _within_gather(op: str, args: tuple[Expr, ...], index: Expr) -> Expr:
 
 
 def _scaled(x: Expr, scale: Expr) -> Expr:
-    """A reduction times a factor that is the same along it, which moves inside: only that is
-    stored."""
+    """Move a factor that is the same along a reduction inside it."""
     if scale.is_number(1.0):
         return x
     if scale.reduction or scale.op == "gather" or not scale.dims <= x.dims:
@@ -259,7 +251,7 @@ def _scaled(x: Expr, scale: Expr) -> Expr:
 
 
 def _centred(maximum: Expr) -> Expr | None:
-    """What a row maximum is the maximum of, less that maximum; only in a log-sum-exp."""
+    """A row maximum's argument less that maximum, only for a log-sum-exp."""
     if maximum.op != "row_max":
         return None
     (x,) = maximum.args
@@ -267,8 +259,7 @@ def _centred(maximum: Expr) -> Expr | None:
 
 
 def group_width(expr: Expr) -> int:
-    """In how many adjacent columns an expression is the same, for it is made of statistics of
-    groups; 0 where it is not."""
+    """Count in how many adjacent columns an expression of groups is alike."""
     widths = set[int]()
     stack, seen = [expr], set[Expr]()
     while stack:
@@ -300,7 +291,7 @@ def walk(roots: list[Expr]) -> Iterator[Expr]:
 
 
 def uses(roots: list[Expr]) -> Counter[Expr]:
-    """How often each is an argument or a root; both halves of a pair count as one use."""
+    """Count each as argument or root; a pair's halves are one use."""
     count = Counter(roots)
     paired: set[Expr] = set()
     for expr in walk(roots):

@@ -1,4 +1,4 @@
-"""Halves of groups of adjacent columns, as rotary embedding exchanges them in each head.
+"""Halves of groups of adjacent columns, as rotary embedding exchanges them.
 
 What a reference computes of halves is computed here of whole tiles: where a first half meets a
 second one, of the tile with its halves exchanged ("exchanged", whose value is the width). Joined
@@ -24,7 +24,7 @@ class Halves:
         self.codes, self.parts = codes, parts
 
     def half(self, codes: torch.Tensor, width: int) -> Expr | None:
-        """Of which tile these (M, N/2) are the first halves, or, exchanged, the second."""
+        """Of which tile these (M, N/2) are first halves, or exchanged ones."""
         if (expr := self.codes.only(codes)) is None:
             return None
         if expr.dims <= {"M"}:
@@ -80,7 +80,7 @@ def apart(full: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _joined(first: Expr, second: Expr) -> Expr | None:
-    """`first` in first halves of groups and `second` in others; None where no program has that."""
+    """`first` in first halves and `second` in others; None of no program."""
     if first == second:
         return None if _exchanges(first) else first
     if first == -second:
@@ -99,7 +99,7 @@ def _joined(first: Expr, second: Expr) -> Expr | None:
 
 
 def _signed(x: Expr) -> Expr | None:
-    """x in second halves and -x in first ones, as `rotate_half` of something."""
+    """x in second halves and -x in first ones, by `rotate_half`."""
     if x.op == "exchanged":
         return make("rotate_half", x.args[0], dims=x.dims, value=x.value)
     if x.op in ("mul", "div", "neg"):

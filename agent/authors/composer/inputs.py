@@ -57,7 +57,7 @@ class Inputs:
         return {x: self._kind(x, used[x]) for x in self._kinds if x in used}
 
     def _kind(self, name: str, read: set[float]) -> str:
-        """The annotation of an operand; of a table by the ways it is read in."""
+        """The annotation of an operand; a table's by how it is read."""
         if self._kinds[name] != "Table":
             return self._kinds[name]
         if len(read) > 1:

@@ -1,4 +1,4 @@
-"""Programs of products that share A as one: each has a range of the columns."""
+"""Programs of products that share A as one, side by side."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ class Composition:
     """A subgraph as a kernel.
 
     Attributes:
-        program: What the kernel computes.
-        a: Where A (M, K) comes from.
-        b: Where B (N, K) comes from.
+        a: Where A (M, K) comes from; B (N, K) of `b`.
         operands: Where the program's operands come from, by name.
         outputs: Where its outputs go, by the name of the graph's output; each names the program's.
         extents: M, N and K of the call.
-        rewritten: The program's expressions.
     """
 
     program: Program
@@ -83,7 +80,7 @@ def joined(parts: Sequence[Composition]) -> Composition:
 
 
 def _chosen(values: Mapping[int, Expr], columns: Sequence[int]) -> Expr:
-    """The value of each part's range of columns; where a part has none, any other."""
+    """The value of each part's range of columns, or any other."""
     result = values[max(values)]
     for at in sorted(values, reverse=True):
         if values[at] != result:
@@ -137,7 +134,7 @@ def _operands(
 
 
 def _width(part: Composition, name: str, kind: str) -> int:
-    """After how many columns a program reads an operand again; 0 where it does not."""
+    """After how many columns an operand is read again, or 0."""
     if kind in _FOR_ROWS:
         return 1
     if kind not in (_REPEATED, "SampleTable", "PositionPairs"):

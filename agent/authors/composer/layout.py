@@ -1,4 +1,4 @@
-"""Which value stands where in a tensor, whatever views it went through.
+"""Which value stands where in a tensor, whatever its views.
 
 `read` asks what an elementwise operation would see: one expression, its even or its odd columns,
 or two expressions interleaved.
@@ -48,7 +48,7 @@ class Layout:
         return self._counts.get(extent, extent)
 
     def frame(self, shape: tuple[int, ...]) -> Frame | None:
-        """The dims of a shape, with its rows and its columns joined and unit extents dropped."""
+        """Find a shape's dims, its rows and its columns joined."""
         extents = [s for s in shape if s != 1]
         if not extents:
             return Frame(())
@@ -62,14 +62,14 @@ class Layout:
         return None
 
     def group(self, shape: tuple[int, ...]) -> int:
-        """The width of the groups of columns that `shape` has elements for, or 0."""
+        """Find the width of the groups that `shape` has elements for."""
         rows, count = self.extents["M"], math.prod(shape)
         wide = (self.extents[columns] * rows for columns in ("N", "N/2"))
         found = (width for whole in wide for width in WIDTHS if count * width == whole)
         return next(found, 0) if rows in itertools.accumulate(shape, operator.mul) else 0
 
     def over_group(self, codes: torch.Tensor, width: int) -> torch.Tensor:
-        """What is one for each group, in each of its columns: (M, columns)."""
+        """Repeat what is one for each group in its columns."""
         return codes.reshape(self.extents["M"], -1).repeat_interleave(width, -1)
 
     def in_halves(self, shape: tuple[int, ...]) -> bool:
@@ -77,11 +77,7 @@ class Layout:
         return self.problem.halves and shape[-1:] == (self.extents["N"],)
 
     def stored(self, codes: torch.Tensor, kind: type[Resource]) -> Expr:
-        """What an output of a kind holds.
-
-        Raises:
-            ProgramError: as `read`.
-        """
+        """What an output of a kind holds, as of `read`."""
         dims = kind.dims
         if width := getattr(kind, "width", 0):
             codes, dims = self.over_group(codes, width), ("M", "N")
@@ -101,10 +97,7 @@ class Layout:
     def whole(
         self, tensors: Sequence[Elements], shape: tuple[int, ...]
     ) -> tuple[list[Elements], slice] | None:
-        """What the given ones, broadcast, are the same neighbouring columns of; None of no such.
-
-        What does not vary over columns is the same in all of them.
-        """
+        """Find what tensors, broadcast, are the same neighbouring columns of."""
         m, n = self.extents["M"], self.extents["N"]
         width = shape[-1] if shape else n
         rows = math.prod(shape) // width

@@ -1,4 +1,4 @@
-"""Several products of a traced graph as one: of one A side by side, or summed."""
+"""Products of a traced graph as one: side by side, or summed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Packed = tuple[tuple["Piece", ...], int]
 
 
 class Piece(NamedTuple):
-    """A value of the original graph; with its two dims exchanged, where it is `turned`."""
+    """A value of the original graph, its dims exchanged where `turned`."""
 
     node: fx.Node
     turned: bool
@@ -51,7 +51,7 @@ def products(graph: fx.Graph) -> list[fx.Node]:
 
 
 def merge(traced: Retraced) -> Merged:
-    """Make one product of those that share A, or parts of one of those that are summed.
+    """Make one product of those that share A or are summed.
 
     Raises:
         Refusal: they are neither.
@@ -101,7 +101,7 @@ def _side_by_side(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
 
 
 def _common_factor(every: Sequence[fx.Node]) -> fx.Node | None:
-    """The factor of rows that all these products are multiplied by at once, if there is one."""
+    """The factor of rows of all these products, if there is one."""
     factors = set[fx.Node]()
     for node in every:
         users = [*node.users]
@@ -115,7 +115,7 @@ def _common_factor(every: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _summed(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
-    """Make each product one of a range of K, of all A and all B side by side."""
+    """Make each product one of a range of K of all."""
     lengths = tuple(shape_of(node.args[0])[1] for node in every)
     (m, n), k, graph = shape_of(every[0]), sum(lengths), traced.graph
     packed: dict[fx.Node, Packed] = {}
@@ -138,7 +138,7 @@ def _summed(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
 
 
 def _piece(traced: Retraced, product: fx.Node, side: int) -> Piece:
-    """One side of a product as a value of the original graph, as (rows, K)."""
+    """One side of a product as an original value, (rows, K)."""
     operand = product.args[side]
     assert isinstance(operand, fx.Node)
     if side and name_of(operand) in ("permute", "t", "transpose"):

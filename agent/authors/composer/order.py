@@ -1,4 +1,4 @@
-"""Tensors whose dims stand in another order than rows and columns, such as heads first."""
+"""Tensors whose dims are in another order, such as heads first."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ _PERMUTE = torch.ops.aten.permute.default
 
 
 class Order:
-    """The order of rows and columns.
-
-    Args:
-        roles: Of the product.
-        halves: Whether its last column axis stands first in the graph.
-    """
+    """The order of rows and columns; with `halves` the last column axis comes first."""
 
     def __init__(self, roles: Roles, *, halves: bool) -> None:
         self.rank = {axis: float(i) for i, axis in enumerate((*roles.rows, *roles.columns))}
@@ -43,7 +38,7 @@ class Order:
     def moved(
         self, axes: Axes, nodes: Mapping[fx.Node, fx.Node], sizes: Mapping[Axis, int]
     ) -> dict[fx.Node, tuple[View, View]]:
-        """Nodes whose dims are to be put in order, with what does it and its inverse."""
+        """Find nodes to be put in order, and the views for that."""
         result: dict[fx.Node, tuple[View, View]] = {}
         for node, original in nodes.items():
             if original not in axes.dims:

@@ -31,7 +31,7 @@ _ALIKE = (
 
 
 class Outputs:
-    """The outputs of one trace, whose `leaves` are the expressions of its inputs."""
+    """The outputs of one trace; `leaves` are its inputs."""
 
     def __init__(self, problem: Problem, layout: Layout, leaves: Mapping[str, Expr]) -> None:
         self.problem, self.layout, self.leaves = problem, layout, leaves
@@ -39,7 +39,7 @@ class Outputs:
         self.parts: dict[str, tuple[str, int, int]] = {}
 
     def of(self, returned: Any) -> tuple[dict[str, Expr], dict[str, str]]:
-        """What each output holds, and its kind; ranges of columns are together in one.
+        """What outputs hold, and their kinds; ranges of columns in one.
 
         Raises:
             Refusal: a kernel cannot write one.
@@ -75,7 +75,7 @@ class Outputs:
         return values, outputs
 
     def _join(self, values: dict[str, Expr], outputs: dict[str, str]) -> None:
-        """Make one output of those that are ranges of columns, as far as they lie apart."""
+        """Join outputs that are ranges of columns and lie apart."""
         open_ends: dict[str, int] = {}
         scale = self.layout.count(self.problem.extents["N"]) / self.problem.extents["N"]
         ranges = {x: (round(a * scale), round(b * scale)) for x, (a, b) in self._starts.items()}

@@ -1,4 +1,4 @@
-"""What follows from an element's place: counted rows and columns, triangles, random numbers."""
+"""What follows from an element's place, such as a triangle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Places:
         self._tile = tuple(self.layout.extents[d] for d in "MN")
 
     def counted(self, found: torch.Tensor) -> Elements | torch.Tensor:
-        """The numbers of all rows or of all columns by place; others as they are."""
+        """Take the numbers of all rows or columns by place."""
         for dim, name in (("M", "row"), ("N", "column")):
             count = self.layout.extents[dim]
             if torch.equal(found, torch.arange(count, dtype=found.dtype)):
@@ -29,7 +29,7 @@ class Places:
         return found
 
     def triangle(self, op: str, x: Any, diagonal: int = 0) -> Elements | None:
-        """x below a diagonal, or above it, else 0; None of constants but for a full tile."""
+        """Keep x below a diagonal, or above it; None of some constants."""
         x = self.elementwise.lift(x)
         shape = tuple(x.codes.shape)
         if shape != self._tile and {e.op for e in self.layout.codes.sources(x)} == {"const"}:

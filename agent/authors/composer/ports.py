@@ -1,4 +1,4 @@
-"""How tensors of a graph stand to those that a kernel takes and gives."""
+"""How tensors of a graph stand to the kernel's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.defa
 
 
 class Extent(int):
-    """A size that is a symbol of the graph, or a product of such: as a number it is their hint.
+    """A size that is a product of symbols, or their hint.
 
     Attributes:
         symbols: Their names, each as often as it is a factor; and numbers.
@@ -95,7 +95,7 @@ class Stand:
 def _trimmed(
     shape: Sequence[int], own: list[int], order: list[int], final: list[int]
 ) -> list[Step]:
-    """Reshape a tensor of `shape`, permute and reshape it, without what changes nothing."""
+    """Reshape, permute and reshape a tensor, without what changes nothing."""
     runs: list[list[int]] = []
     for i in order:  # what moves together is one dim
         if runs and i == runs[-1][-1] + 1:
@@ -141,7 +141,7 @@ class Port:
 
     @property
     def packed(self) -> bool:
-        """Whether a kernel's tensor is a copy, because no view makes it of the graph's."""
+        """Whether a kernel's tensor is a copy, for want of a view."""
         return bool(self.parts) or (len(self.steps) > 1 and self.name == "B")
 
     @property
@@ -184,12 +184,9 @@ def applied(steps: Iterable[Step], x: Any, sized: Sized = list) -> Any:
 
 
 def entering(axes: Sequence[Dim], roles: Roles, *, whole: bool) -> Stand | None:
-    """How what an epilogue reads stands in the kernel's tensor; None where it reads no such.
+    """How what an epilogue reads stands in the kernel's tensor, or None.
 
-    Args:
-        axes: Of each dim of the tensor.
-        roles: Of the product, with columns in the kernel's order.
-        whole: Whether its elements are whole numbers.
+    Columns of `roles` are in the kernel's order; the elements may be `whole` numbers.
     """
     own = {a for dim in axes for a in dim}
     if len(own) < sum(map(len, axes)) or not own <= {*roles.rows, *roles.columns}:
@@ -211,7 +208,7 @@ def entering(axes: Sequence[Dim], roles: Roles, *, whole: bool) -> Stand | None:
 
 
 def leaving(axes: Sequence[Dim], roles: Roles) -> Stand | None:
-    """How what a kernel stores stands in its tensor; None where it stores no such."""
+    """How what a kernel stores stands in its tensor, or None."""
     own = {a for dim in axes for a in dim}
     if len(own) < sum(map(len, axes)):
         return None

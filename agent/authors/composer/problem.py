@@ -1,4 +1,4 @@
-"""What the rewriter is asked: an ATen graph, and what each of its tensors is to the kernel."""
+"""What the rewriter is asked: a graph, and its tensors' roles."""
 
 from __future__ import annotations
 
@@ -56,12 +56,9 @@ class Problem:
     """A graph of one product and what is computed around it.
 
     Attributes:
-        name: Of the program.
         module: ATen nodes; placeholders in the order of `inputs`, outputs as a dict by name.
         extents: Of M, N and K in the trace; all that are derived of them differ.
         gemm: Names of A and B.
-        inputs: By name.
-        outputs: By name.
         narrow: Whether a cast to an element type is a rounding that is meant.
         place: Where a node stands, for messages.
         source: Where the graph comes from, as messages begin.
@@ -113,10 +110,8 @@ class Rewritten:
     """What one binding computes.
 
     Attributes:
-        name: Of the program.
         operands: Name to annotation, of the inputs used, in the spec's order.
         outputs: Name to kind, in the spec's order.
-        values: The outputs' expressions.
         parts: Of the graph's outputs that are ranges of columns, the program's output, and the
             first column and the one after the last.
     """
@@ -129,7 +124,7 @@ class Rewritten:
 
 
 class Refusal(ProgramError):
-    """No program computes a graph, for a reason at one of its nodes.
+    """No program computes a graph, for a reason at a node.
 
     Attributes:
         node: The node that is the reason, where it is one.

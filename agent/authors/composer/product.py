@@ -22,8 +22,10 @@ class Product:
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
 
     def gemm(self, x: Any, y: Any) -> Elements:
-        """A product of A with some of B's rows, over K or over a part of it that is packed. One
-        over a part is a value of its own, and with the others it is the whole."""
+        """Multiply A with some of B's rows, over K or part.
+
+        A product over a part that is packed is a value of its own; with the others it is the whole.
+        """
         if not (isinstance(x, Elements) and isinstance(y, Elements)):
             raise self._other_product()
         if any(e == self.acc for v in (x, y) for e in walk(self.codes.sources(v))):
@@ -51,7 +53,7 @@ class Product:
     def _side(
         self, codes: torch.Tensor, rows: str
     ) -> tuple[torch.Tensor, torch.Tensor, Expr] | None:
-        """Which rows and columns of A (rows M) or of B (N) a matrix is, and what it makes of it."""
+        """Rows and columns of A or B that a matrix is of."""
         expr = self.codes.only(codes)
         if expr is None or expr.dims != {rows, "K"}:
             return None
@@ -59,7 +61,7 @@ class Product:
         return (*at, expr) if at else None
 
     def _summed(self, start: int, stop: int) -> Expr:
-        """The product over a range of K; over the last one the whole without the others."""
+        """The product over a range of K; the last is the rest."""
         if (start, stop) == (0, self.codes.extents["K"]):
             return self.acc
         ends = [0, *itertools.accumulate(self.problem.inner)]

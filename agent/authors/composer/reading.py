@@ -1,4 +1,4 @@
-"""One reading of a traced graph: roles, ports, and the problem that the rewriter solves."""
+"""One reading of a traced graph, as the problem of the rewriter."""
 
 from __future__ import annotations
 
@@ -42,12 +42,8 @@ class Reading:
 
     Attributes:
         original: The traced nodes of those at small sizes.
-        product: The first product.
-        roles: Of its axes, with columns in the kernel's order.
-        halves: Whether column j of the graph's pairs meets j + N/2.
-        paired: Whether it might.
-        a: The placeholder of A.
-        b: The placeholder of B.
+        roles: Of the product's axes, with columns in the kernel's order.
+        halves: Whether column j of the graph's pairs meets j + N/2; `paired` whether it might.
         stands: Of each placeholder, how it stands to the kernel's tensor.
         leaving: The same of each output.
     """
@@ -82,7 +78,7 @@ class Reading:
         self.leaving = {x: self._leaving(n) for x, n in traced.results.items()}
 
     def _rename(self, node: fx.Node) -> None:
-        """Take parts that an output puts together for those that its columns were cut into."""
+        """Take parts an output puts together for those its columns had."""
         own = {a for dim in self.axes.of(node) for a in dim}
         missing = [a for a in self.roles.columns if a not in own]
         extra = [*own.difference(self.roles.rows, self.roles.columns)]
@@ -104,7 +100,7 @@ class Reading:
         return entering(axes, self.roles, whole=not value.is_floating_point())
 
     def _leaving(self, node: fx.Node) -> Stand | None:
-        """How an output stands to the kernel's; a range of columns stands so to that range."""
+        """How an output, or a range of columns, stands to the kernel's."""
         axes = self.axes.of(node)
         if (stand := leaving(axes, self.roles)) is not None:
             return stand
@@ -140,7 +136,7 @@ class Reading:
         return result, program
 
     def ports(self) -> dict[str, Port]:
-        """What enters, by the name of the operand; A and B by theirs."""
+        """Collect what enters, by the operand's name, A and B included."""
         result: dict[str, Port] = {}
         for node, stand in self.stands.items():
             if stand is not None:
@@ -160,7 +156,7 @@ class Reading:
         return result
 
     def reduced(self) -> dict[str, torch.dtype]:
-        """The element type of what each output is computed of, before it was widened, by name."""
+        """Find the types of what outputs were computed of, before they widened."""
         types: dict[str, torch.dtype] = {}
         for x, node in self.traced.results.items():
             source = (node.all_input_nodes or [node])[0]
@@ -226,7 +222,7 @@ class Reading:
 
 
 def _narrow(types: set[torch.dtype], dtype: torch.dtype) -> bool:
-    """Whether a cast means rounding: to 8 bits, or to 16 in a type that nothing else has."""
+    """Whether a cast means rounding, to a type that nothing else has."""
     if not dtype.is_floating_point or dtype.itemsize > 2:
         return False
     return dtype.itemsize == 1 or dtype not in types

@@ -1,4 +1,4 @@
-"""Activations and derivatives that a reference spelled out, recognised by value, not by form."""
+"""Activations and derivatives that a reference spelled out, recognised by value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEPTH = 12
 
 
 def known_product(*factors: tuple[Expr, bool]) -> tuple[str, Expr, float] | None:
-    """The function g, value x and number c such that the factors' product is c · g(x), or None.
+    """Find g, x and c: the product is c · g(x).
 
     A factor is an expression and whether it divides. A derivative's name begins with "d_".
     """
@@ -62,8 +62,7 @@ def _meaning(op: str) -> Any:
 
 
 def _curved(op: str) -> bool:
-    """Whether it is of what all known functions are made with; without any there is nothing to
-    look for."""
+    """Whether known functions are made with it."""
     return op == "clamp" or (op in OPS and OPS[op].arity == 1 and OPS[op].error != "")
 
 
@@ -77,7 +76,7 @@ def _near(roots: list[Expr]) -> list[Expr]:
 
 
 def _at(f: Expr, x: Expr, points: torch.Tensor) -> torch.Tensor | None:
-    """f at `points`, or None where it depends on more than x, not on it, or from too far."""
+    """f at `points`; None where it is none of x alone."""
     values: dict[Expr, torch.Tensor | None] = {x: points}
 
     def value(e: Expr, depth: int) -> torch.Tensor | None:

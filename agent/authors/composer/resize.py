@@ -1,4 +1,4 @@
-"""A traced graph at other, small sizes, at which each role of a dim has an extent of its own."""
+"""A traced graph at small sizes, at which roles of dims differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDEST_HEAD, _WIDEST = 128, 1 << 13
 
 
 class Roles(NamedTuple):
-    """The axes of a product: of A's rows, of B's rows, and of what is summed."""
+    """The axes of a product: A's rows, B's rows, the summed."""
 
     rows: Dim
     columns: Dim
@@ -34,12 +34,9 @@ class Roles(NamedTuple):
 
 
 def small_sizes(roles: Roles, others: Iterable[Axis], *, turn: int = 0) -> dict[Axis, int]:
-    """An extent for each axis: as it is, where it counts parts or is a head's width.
+    """Choose extents of axes; counts of parts and heads keep theirs.
 
-    Args:
-        roles: Of the product's axes.
-        others: Of tables and of what is broadcast.
-        turn: Another one gives others.
+    Others are axes of tables and of what is broadcast. Another `turn` gives other extents.
 
     Raises:
         ProgramError: there are none at which M, N and K can be told from one another.
@@ -99,11 +96,7 @@ def resized(
 
 
 def _value(node: fx.Node, copy: fx.Node, shape: Sequence[int]) -> torch.Tensor:
-    """What a node gives, without its elements.
-
-    Raises:
-        ProgramError: its shape is another one than its axes say.
-    """
+    """What a node gives, without its elements."""
     dtype = node.meta["val"].dtype
     if node.op != "call_function":
         return torch.empty(shape, dtype=dtype, device="meta")

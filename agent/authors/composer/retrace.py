@@ -1,4 +1,4 @@
-"""An ATen graph in the operations that the composer reads, each with its original node."""
+"""An ATen graph in the composer's operations, with its original nodes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ SYMBOLIC = "symbolic"
 
 
 class Retraced:
-    """A traced graph, with what its nodes are in the graph that it comes from.
+    """A traced graph, with what its nodes are in the original.
 
-    Attributes:
-        module: It.
-        results: Its nodes that are the graph's outputs, by name.
-        outputs: The graph's outputs, by name.
+    Its `results` are the nodes of the graph's `outputs`, by name.
     """
 
     def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
@@ -73,7 +70,7 @@ class Retraced:
         return self._users.get(node)
 
     def enter(self, node: fx.Node) -> fx.Node:
-        """Let an original value enter the graph instead of being computed in it."""
+        """Let an original value enter the graph, not be computed in it."""
         first = next(iter(self.graph.nodes))
         with self.graph.inserting_before(first):
             place = self.graph.placeholder(node.name)
@@ -94,7 +91,7 @@ class Retraced:
         self._trim([*self.results.items()])
 
     def put_outside(self, user: fx.Node) -> bool:
-        """Let the value of an original node enter, where it does not need a product."""
+        """Let an original value enter, where it needs no product."""
         node = self._nodes.get(user)
         if node is None or node.op == "placeholder" or not node.users or needs_product(node):
             return False
@@ -162,7 +159,7 @@ def retraced(graph: fx.Graph) -> Retraced:
 
 
 def share(graph: fx.Graph) -> None:
-    """Compute once what is called twice, and draws no random numbers."""
+    """Compute once what is called twice without random numbers."""
     known: dict[Any, fx.Node] = {}
     for node in [*graph.nodes]:
         target: Any = node.target

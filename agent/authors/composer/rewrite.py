@@ -174,7 +174,7 @@ class Rewriter:
         return [result, None] if op == "log_sigmoid_forward" else result
 
     def _cast(self, x: Any, source: torch.dtype | None, dtype: torch.dtype | None) -> Any:
-        """`x` in another type: the same number, but where a condition is made of it."""
+        """`x` in another type: the same number, or a condition."""
         if dtype is not None and self.problem.narrow(dtype):
             return self.elementwise.apply(partial(apply, rounding(dtype)), [x], {})
         if dtype is None or dtype.is_floating_point or dtype == source or self.across.is_index(x):
@@ -228,6 +228,6 @@ def _name(node: fx.Node, target: Any = None) -> str:
 
 
 def _in_place(node: fx.Node) -> bool:
-    """Whether a node writes to its first argument; torch's own functions do, to what they made."""
+    """Whether a node writes to its first argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable and not schema.name.endswith("::copy_")

@@ -14,7 +14,7 @@ from coda_agent.primitives.rounding import ROUNDINGS
 
 
 def rounding(dtype: torch.dtype) -> str:
-    """The operation that a cast to `dtype` is, where it is meant to round.
+    """Name the operation that rounds as a cast to `dtype`.
 
     Raises:
         ProgramError: no operation rounds to that type.
@@ -29,15 +29,12 @@ def rounding(dtype: torch.dtype) -> str:
 def of_stored(
     rewritten: Rewritten, types: Mapping[str, torch.dtype], reduced: Mapping[str, torch.dtype]
 ) -> Rewritten:
-    """Take exponentials of a row, and what is gathered of it, of values as they are stored.
+    """Take a row's exponentials, and gathers, of values as stored.
 
     Probabilities that are computed from stored logits of 16 bits and an unrounded sum do not add up
     to 1: at a logit of 16 they are off by up to 6 %, and the loss's gradient with them.
 
-    Args:
-        rewritten: A program's expressions.
-        types: The element type of each output.
-        reduced: That of what a reduction is of, by its output, before it was widened.
+    Of each output `types` has the element type, and `reduced` that of what it is a reduction of.
     """
     stored: dict[Expr, str] = {}
     for name, kind in rewritten.outputs.items():
@@ -68,5 +65,5 @@ _SUMS = ("RowLogSumExp", "RowGather")
 
 
 def before_store(value: Expr, dtype: str) -> Expr:
-    """An output of type `dtype` without the rounding that its store does anyway."""
+    """Leave out the rounding that an output's store does anyway."""
     return value.args[0] if value.op == ROUNDINGS.get(dtype) else value

@@ -30,7 +30,7 @@ class Sources:
         self.product = products(traced.graph)[0]
 
     def entered(self) -> tuple[fx.Node, fx.Node]:
-        """The placeholders of A and B; values that are none enter the graph."""
+        """Let A and B enter the graph, and find their placeholders."""
         known = self.merged.a, self.merged.b
         for casts in (True, False):
             sides = [node or self._source(i, casts=casts) for i, node in enumerate(known)]

@@ -1,4 +1,4 @@
-"""A program of an ATen subgraph: the kernel of a product and of what is computed around it.
+"""A program of an ATen subgraph: a product and what surrounds it.
 
 - The graph is traced again in the operations that the composer reads (`retrace`). Products of one
   A, and products that are summed, become one (`merge`).
@@ -54,7 +54,7 @@ def compose_graph(graph: fx.Graph) -> Composition:
 
 
 def _leave_largest(traced: Retraced) -> bool:
-    """Let all products but the longest enter, where several are summed; whether there are."""
+    """Let all but the longest of summed products enter, if there are."""
     every = sorted(products(traced.graph), key=lambda node: shape_of(node.args[0])[-1])
     apart = len({shape_of(node) for node in every}) == 1 and len({id(n.args[0]) for n in every}) > 1
     if len(every) < 2 or not apart or any(traced.user(node) is None for node in every):
@@ -65,8 +65,7 @@ def _leave_largest(traced: Retraced) -> bool:
 
 
 def _pieces(traced: Retraced) -> list[list[str]]:
-    """Names of outputs, together where they need the same product; one piece where products do not
-    share A."""
+    """Names of outputs, together where they need the same product."""
     every = products(traced.graph)
     if len({id(node.args[0]) for node in every}) != 1:
         return [[*traced.results]]
