@@ -144,11 +144,8 @@ class Kind:
     def tried(
         self, which: str, options: Options, workspace: Workspace, specs: Collection[str]
     ) -> dict[str, list[str]]:
-        """Name the authors that a name stands for, with their specs.
-
-        What it lacks is said as of `make`, before the first trial.
-        """
-        self.make(which, options, workspace)
+        """Name the authors that a name stands for, with their specs."""
+        self.make(which, options, workspace)  # what it lacks is said before the first trial
         return {self.full_name(which): list(specs)}
 
 

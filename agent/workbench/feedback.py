@@ -53,7 +53,7 @@ def feedback(verdict: Verdict, check: str, number: int) -> str:
             said = f"{len(groups)} fault{'s' * (len(groups) > 1)} in {len(gate.findings)} findings"
         lines.append(f"  {gate.name:<12} {'passed' if gate.passed else 'FAILED'}   {said}".rstrip())
         lines += (f"    {line}" for line in _timings(gate.data))
-        faults += [_lines(group) for group in groups]
+        faults += [lines_of(*group) for group in groups]
     if not failed:
         return "\n".join([*lines, *(f"  not shown: {sentence}" for sentence in verdict.not_shown)])
     rest = f"    more: read_artifact artifacts/verdict-{number}.json"
@@ -82,13 +82,8 @@ def resources(kernel: Resources) -> str:
     return f"{said} to {kernel.stack_bytes} bytes a thread" if kernel.local_stores else said
 
 
-def lines_of(finding: Finding) -> list[str]:
-    """Render a finding: what is wrong, then where and what to try."""
-    return _lines([finding])
-
-
-def _lines(group: list[Finding]) -> list[str]:
-    first, *others = group
+def lines_of(first: Finding, *others: Finding) -> list[str]:
+    """Render findings of one fault: what is wrong, where, what to try."""
     where = first.where
     parts = {
         "at": ", ".join(f"{k} {_short(v)}" for k, v in where.items() if k not in _TOLD),
@@ -104,7 +99,7 @@ def _lines(group: list[Finding]) -> list[str]:
     return [_cut(first.message, _MESSAGE), *more]
 
 
-def _copies(first: Finding, others: list[Finding]) -> str:
+def _copies(first: Finding, others: Iterable[Finding]) -> str:
     own, *said = (
         " ".join(str(f.where[k]) for k in _COPY if k in f.where) for f in (first, *others)
     )

@@ -163,10 +163,7 @@ class Workbench:
         return head * bool(shown) + "".join(shown)
 
     def need_gpu(self) -> None:
-        """
-        Raises:
-            CodaError: there is no GPU, or its budget is used up.
-        """
+        """Refuse where there is no GPU, or its budget is used up."""
         gpu = None if self.state.device == "cpu" else execution.usable_gpu("auto")
         demanded(gpu, "check at level interpret is the most that can be shown before submit")
         if self.state.spent.gpu_s > self.gpu_limit_s:

@@ -197,11 +197,7 @@ def _watched(stream: Any, client: Client) -> Any:
 
 
 def _events(response: "httpx2.Response") -> Iterator[str]:
-    """The data of a stream's events.
-
-    Raises:
-        Broken: the bytes are no text, or the SDK's middleware fails over them, in whatever way.
-    """
+    """The data of a stream's events, which is Broken in whatever way it fails."""
     import anthropic
     import httpx2
 

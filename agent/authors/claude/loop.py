@@ -190,7 +190,7 @@ class Claude(Author):
         """Check the model and fix what calls start with, `before` included."""
         info = self._model(bench)
         sent = prompt.request(bench.spec, bench.withheld)
-        request = parameters(sent, self.options, self.prices, info, elsewhere=self.elsewhere)
+        request = parameters(sent, self.purse, info, elsewhere=self.elsewhere)
         more = "\n\n".join(part for part in (before, self.purse.announced()) if part)
         sent["messages"][0]["content"].append({"type": "text", "text": more})
         characters = len(json.dumps(sent, ensure_ascii=False))

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from coda_agent.agent.authors import Options
-from coda_agent.agent.budget import Prices
+from coda_agent.agent.authors.claude.purse import Purse
 
 COMPACT_AT = 0.6
 """Share of the context window at which the server summarises what came before."""
@@ -22,17 +21,13 @@ BETAS = ["context-management-2025-06-27", "compact-2026-01-12"]
 
 
 def parameters(
-    sent: Mapping[str, Any],
-    options: Options,
-    prices: Prices | None,
-    info: Mapping[str, Any],
-    *,
-    elsewhere: bool,
+    sent: Mapping[str, Any], purse: Purse, info: Mapping[str, Any], *, elsewhere: bool
 ) -> dict[str, Any]:
     """Choose them, of `prompt.request` and by what the API says about the model.
 
     Of another server (`elsewhere`) nothing is asked but what it says it can do.
     """
+    options, prices = purse.options, purse.prices
 
     def size(name: str, usual: int) -> int:
         told = info.get(name)
@@ -59,15 +54,15 @@ def parameters(
         request["output_config"] = {"effort": options.effort}
     if can("context_management"):
         request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
-    if "output_config" in request and (total := _task_budget(options, prices)):
+    if "output_config" in request and (total := _task_budget(purse)):
         request["output_config"] = {"effort": options.effort, "task_budget": total}
         request["betas"] = [*request.get("betas", ()), TASK_BUDGETS]
     return request
 
 
-def _task_budget(options: Options, prices: Prices | None) -> dict[str, Any] | None:
+def _task_budget(purse: Purse) -> dict[str, Any] | None:
     """The tokens of answers that the dollars buy, for a countdown."""
-    if not prices or options.model not in TOLD:
+    if not purse.prices or purse.options.model not in TOLD:
         return None
-    total = round(options.budget.usd / prices.tiers(options.model)[-1].output)
+    total = round(purse.budget.usd / purse.prices.tiers(purse.options.model)[-1].output)
     return {"type": "tokens", "total": min(total, 1_000_000)} if total >= 20_000 else None

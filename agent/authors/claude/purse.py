@@ -54,11 +54,9 @@ class Purse:
     def worst(
         self, state: RunState, talk: Conversation, most: int, after: int | None = None
     ) -> tuple[dict[str, Any], float | None]:
-        """The most that a call can take: a usage block, and dollars where prices are known.
+        """The most that a call can take: usage, and dollars where prices are known.
 
-        Its answer has `most` tokens. It is the next call or, `after` one whose answer has so many
-        tokens, the one that follows it.
-
+        Its answer has `most` tokens; it may come `after` another call, whose answer has so many.
         Two models may answer where the first may refuse, and each after a summary of what came
         before where that is long. The cache has the prompt of the call before, for the first alone.
         """

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from coda_agent.agent.authors.composer.aten import ROW_STATISTICS, WHOLE_ROW
+from coda_agent.agent.authors.composer.aten import ROW_STATISTICS, SPELLED, WHOLE_ROW
 from coda_agent.agent.authors.composer.codes import Elements, Frame, Unusable
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, apply, make
 from coda_agent.agent.authors.composer.layout import Layout
@@ -124,6 +124,13 @@ class Across:
                 hint="multiply it by the number of rows or columns, given as an input",
             )
         return left, value
+
+    def refusal(self, x: Elements) -> ProgramError:
+        """Say why what works across `x` has no rewriting."""
+        *_, width = x.codes.shape
+        if width < self.layout.extents["N"]:
+            return ProgramError(f"works across groups of {width} columns", hint=SPELLED)
+        return ProgramError(WHOLE_ROW, hint=ROW_STATISTICS)
 
     def is_index(self, value: Any) -> bool:
         """Whether `value` holds an integer input of the spec and nothing else."""

@@ -15,16 +15,13 @@ VIEWS = frozenset(
     split split_with_sizes squeeze stack t transpose unbind unfold _unsafe_view unsqueeze view
     """.split()  # noqa: SIM905
 )
-ACROSS = frozenset(
-    """
-    argmax argmin cumprod cumsum _log_softmax _softmax sort topk
-    """.split()  # noqa: SIM905
-)
+ACROSS = ("argmax", "argmin", "cumprod", "cumsum", "_log_softmax", "_softmax", "sort", "topk")
 WHOLE_ROW = "needs a whole row before its result is known, but a kernel sees one tile of it"
 ROW_STATISTICS = (
     "return the tensor and what it takes of each row (amax, sum, mean, logsumexp; of a variance the"
     " means of x and x * x), and apply that in the next kernel"
 )
+SPELLED = "write it with elementary operations; `level: extend` asks an author for one of its own"
 
 
 def _clamp(x: Expr, low: Expr | float | None = None, high: Expr | float | None = None) -> Expr:
@@ -91,9 +88,8 @@ def _is_condition(x: Expr) -> bool:
     if x.op in ("mul", "maximum"):
         return all(map(_is_condition, x.args))
     if x.op == "add":
-        return (
-            x.args[1].is_number(1.0) and x.args[0].op == "neg" and _is_condition(x.args[0].args[0])
-        )
+        first, one, *_ = x.args
+        return one.is_number(1.0) and first.op == "neg" and _is_condition(first.args[0])
     return x.op in ("greater", "greater_equal", "equal")
 
 

@@ -248,8 +248,8 @@ def _slice_scatter(axes: Axes, node: fx.Node) -> list[Dim]:
             unify(x, y)
     if step == 1:
         unit = math.gcd(start, stop, size)
-        inner = divide(whole[dim], [size // unit, unit])[1]
-        _fix(divide(whole[dim], [size // unit, unit])[0])
+        outer, inner = divide(whole[dim], [size // unit, unit])
+        _fix(outer)
         counted, rest = divide(part[dim], [(stop - start) // unit, unit])
         _fix(counted)
         unify(inner, rest)

@@ -206,14 +206,13 @@ def _input(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], name: 
     """An input of a spec as what enters the graph."""
     m, n, _ = spec.gemm_dims
     symbolic, shape = spec.symbolic_shape(name, binding), spec.shape_of(name, sizes, binding)
-    dtype = spec.inputs[name].dtype
-    kinds = (ColIndex,) if dtype.startswith("int") else (Scalar, ColVector, RowVector, Tile)
-    kinds = kinds if dtype.startswith("int") else (*kinds, WideTile)
+    dtype, whole = spec.inputs[name].dtype, spec.inputs[name].dtype.startswith("int")
+    kinds = (ColIndex,) if whole else (Scalar, ColVector, RowVector, Tile, WideTile)
     named: dict[tuple[int | str, ...], Any] = {kind.named(m, n): kind for kind in kinds}
     kind = named.get(symbolic)
     if name in spec.gemm or kind is not None:
         return Slot(shape, None if name in spec.gemm else kind)
-    if len(symbolic) == 2 and not dtype.startswith("int"):
+    if len(symbolic) == 2 and not whole:
         return Slot(shape, Table)
     return Slot(
         shape,
@@ -269,7 +268,7 @@ def _lines(path: str) -> Any:
 @contextmanager
 def noted(key: str, value: Any) -> Iterator[None]:
     """Note something at nodes that are recorded meanwhile."""
-    meta = notes.get_current_meta()
+    meta = notes.get_current_meta()  # torch 2.9 has no `annotate`
     before = meta.get("custom", {})
     meta["custom"] = {**before, key: value}
     try:

@@ -13,10 +13,13 @@ from torch.utils._pytree import tree_map
 from coda_agent.agent.authors.composer.calls import CASTS, name_of
 from coda_agent.agent.authors.composer.problem import Problem, Refusal
 from coda_agent.agent.authors.composer.retrace import MEANINGS
+from coda_agent.agent.judge.runners import replayed
+from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.placed import philox
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.rounding import rounded
+from coda_agent.specs import Spec, draw_inputs, run_reference
 
 # Both sides are exact but for the order of float64 sums.
 TOLERANCE = 1e-9
@@ -118,6 +121,15 @@ def _drawn(problem: Problem, *, positive: bool) -> dict[str, torch.Tensor]:
         scale = problem.extents["K"] ** -0.5 if name == problem.gemm[1] else 1.0
         inputs[name] = x * scale
     return inputs
+
+
+def differences(spec: Spec, program: Program, binding: Mapping[str, str]) -> dict[str, float]:
+    """Measure how far a program is off a spec's reference, by output."""
+    types, sizes = spec.default_types(), base_shape(spec)
+    inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
+    got = replayed(spec, program, inputs)
+    due = run_reference(spec, inputs, binding=binding, exact=True)
+    return {name: difference(got[name], due[name]) for name in program.outputs}
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:

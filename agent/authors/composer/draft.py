@@ -13,18 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.capture import capture
-from coda_agent.agent.authors.composer.check import TOLERANCE, difference
+from coda_agent.agent.authors.composer.check import TOLERANCE, differences
 from coda_agent.agent.authors.composer.codes import Elements, Unusable
 from coda_agent.agent.authors.composer.emit import module_text
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.agent.authors.composer.outputs import Outputs
 from coda_agent.agent.authors.composer.problem import STORED, Problem, Refusal
 from coda_agent.agent.authors.composer.rewrite import Rewriter
-from coda_agent.agent.judge.runners import replayed
-from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.reader import read_programs
-from coda_agent.specs import Spec, draw_inputs, run_reference
+from coda_agent.specs import Spec
 
 HOLE = "HOLE"
 
@@ -68,7 +66,7 @@ class _Draft(Rewriter):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.reasons: list[str] = []
-        outputs = Outputs(problem, self.layout, self.inputs.leaves)
+        outputs = Outputs(self.layout, self.inputs.leaves)
         returned = self.trace()
         values, holes, kinds = dict[str, Expr](), dict[str, _Hole](), dict[str, str]()
         for name, slot in problem.outputs.items():
@@ -89,7 +87,7 @@ class _Draft(Rewriter):
             args = tuple(found[f"{x} {i}"] for i in range(len(hole.inputs)))
             found[x] = Expr("hole", args, frozenset("MN"), hole.name)
         stored = {x: found[x] for x in problem.outputs}
-        self.program = self.rewritten(stored, {x: kinds[x] for x in stored})
+        self.program = self.rewritten(stored, kinds)
         self._kinds_of = kinds
 
     def refused(self, error: Refusal, args: Any) -> Any:
@@ -108,11 +106,7 @@ class _Draft(Rewriter):
         rest = self.rewritten(self.whole, {x: self._kinds_of[x] for x in self.whole})
         try:
             program = read_programs(module_text(spec.name, spec.gemm, [rest]))[rest.name]
-            inputs = draw_inputs(
-                spec, base_shape(spec), spec.default_types(), seed=0, binding=binding
-            )
-            got = replayed(spec, program, inputs)
+            off = differences(spec, program, binding)
         except ProgramError:
             return []
-        due = run_reference(spec, inputs, binding=binding, exact=True)
-        return [x for x in self.whole if difference(got[x], due[x]) <= TOLERANCE]
+        return [x for x in self.whole if off[x] <= TOLERANCE]

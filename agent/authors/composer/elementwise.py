@@ -13,7 +13,7 @@ from coda_agent.agent.authors.composer.codes import Elements, Frame
 from coda_agent.agent.authors.composer.expression import Expr, const
 from coda_agent.agent.authors.composer.halves import apart
 from coda_agent.agent.authors.composer.layout import Layout
-from coda_agent.agent.authors.composer.problem import Problem, View
+from coda_agent.agent.authors.composer.problem import View
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import WIDTHS
 from coda_agent.specs.layout import halved, interleaved
@@ -22,8 +22,8 @@ from coda_agent.specs.layout import halved, interleaved
 class Elementwise:
     """Functions of expressions, applied to tensors of one trace."""
 
-    def __init__(self, problem: Problem, layout: Layout) -> None:
-        self.problem, self.layout, self.codes = problem, layout, layout.codes
+    def __init__(self, layout: Layout) -> None:
+        self.problem, self.layout, self.codes = layout.problem, layout, layout.codes
         self.moved: tuple[View, View] | None = None
 
     def lift(self, value: Any) -> Elements:
@@ -49,9 +49,8 @@ class Elementwise:
             values = [given(v) for v in args]  # before those by name
             return function(*values, **{k: given(v) for k, v in kwargs.items()})
 
-        return self._applied(
-            bound, [self.lift(v) for v in (*args, *kwargs.values()) if is_tensor(v)]
-        )
+        tensors = [self.lift(v) for v in (*args, *kwargs.values()) if is_tensor(v)]
+        return self._applied(bound, tensors)
 
     @contextmanager
     def in_order(self, node: Any) -> Iterator[None]:

@@ -148,12 +148,9 @@ class Expr:
     def __pow__(self, exponent: Expr) -> Expr:
         n = exponent.value
         if exponent.op != "const":
-            known = self.op == "const" and self.value > 0
-            return (
-                apply("exp", exponent * math.log(self.value))
-                if known
-                else apply("power", self, exponent)
-            )
+            if self.op == "const" and self.value > 0:
+                return apply("exp", exponent * math.log(self.value))
+            return apply("power", self, exponent)
         if n in (-0.5, 0.5):
             return make("sqrt", self) if n > 0 else 1.0 / make("sqrt", self)
         if n != int(n) or abs(n) > 16:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from coda_agent.agent.authors.composer.codes import Elements, Frame, Unusable
 from coda_agent.agent.authors.composer.expression import Expr, leaf, walk
 from coda_agent.agent.authors.composer.layout import Layout
-from coda_agent.agent.authors.composer.problem import Problem
 from coda_agent.primitives import ColIndex
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.tables import TABLES, Table
@@ -22,8 +21,8 @@ class Inputs:
         leaves: Their expressions by name, but for tables.
     """
 
-    def __init__(self, problem: Problem, layout: Layout) -> None:
-        self.problem, self.layout = problem, layout
+    def __init__(self, layout: Layout) -> None:
+        self.problem, self.layout = layout.problem, layout
         self.leaves: dict[str, Expr] = {}
         self._kinds: dict[str, str] = {}
 

@@ -18,7 +18,7 @@ from coda_agent.agent.authors.composer.expression import (
     walk,
 )
 from coda_agent.agent.authors.composer.layout import Layout
-from coda_agent.agent.authors.composer.problem import STORED, Columns, Problem, Refusal
+from coda_agent.agent.authors.composer.problem import STORED, Columns, Refusal
 from coda_agent.agent.authors.composer.rounding import before_store
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.kinds import Resource
@@ -33,8 +33,8 @@ _ALIKE = (
 class Outputs:
     """The outputs of one trace; `leaves` are its inputs."""
 
-    def __init__(self, problem: Problem, layout: Layout, leaves: Mapping[str, Expr]) -> None:
-        self.problem, self.layout, self.leaves = problem, layout, leaves
+    def __init__(self, layout: Layout, leaves: Mapping[str, Expr]) -> None:
+        self.problem, self.layout, self.leaves = layout.problem, layout, leaves
         self._starts: dict[str, tuple[int, int]] = {}
         self.parts: dict[str, tuple[str, int, int]] = {}
 

@@ -10,15 +10,14 @@ import torch
 from coda_agent.agent.authors.composer.codes import Elements
 from coda_agent.agent.authors.composer.expression import Expr, const, leaf, walk
 from coda_agent.agent.authors.composer.layout import Layout
-from coda_agent.agent.authors.composer.problem import Problem
 from coda_agent.primitives.errors import ProgramError
 
 
 class Product:
     """What calls of a matrix product mean in one trace."""
 
-    def __init__(self, problem: Problem, layout: Layout) -> None:
-        self.problem, self.codes = problem, layout.codes
+    def __init__(self, layout: Layout) -> None:
+        self.problem, self.codes = layout.problem, layout.codes
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
 
     def gemm(self, x: Any, y: Any) -> Elements:

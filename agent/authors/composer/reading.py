@@ -18,13 +18,20 @@ from coda_agent.agent.authors.composer.calls import CASTS, name_of, shape_of
 from coda_agent.agent.authors.composer.check import check_numbers
 from coda_agent.agent.authors.composer.merge import Merged
 from coda_agent.agent.authors.composer.order import Order
-from coda_agent.agent.authors.composer.ports import Port, Stand, Step, applied, entering, leaving
+from coda_agent.agent.authors.composer.ports import (
+    Port,
+    Stand,
+    Step,
+    applied,
+    entering,
+    extents_of_call,
+    leaving,
+)
 from coda_agent.agent.authors.composer.problem import Columns, Problem, Refusal, Rewritten, Slot
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
 from coda_agent.agent.authors.composer.retrace import Retraced
 from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.agent.authors.composer.sources import VIEWS, Sources
-from coda_agent.agent.authors.composer.symbols import extents_of_call
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import RowMean, WideTile
@@ -188,9 +195,6 @@ class Reading:
         name = node.name if user is None else user.name
         return f"{name}_" if name in ("acc", *primitives.__all__) else name
 
-    def _inputs(self) -> dict[str, tuple[fx.Node, Stand | None]]:
-        return {self._name(node): (node, stand) for node, stand in self.stands.items()}
-
     def _problem(self, *, turn: int) -> Problem:
         """What the rewriter reads, at small sizes."""
         try:
@@ -199,7 +203,7 @@ class Reading:
             raise Refusal(error.message, error.hint, self.product) from None
         module, self.original = resized(self.traced.module, self.axes, sizes)
         types = {n.meta["val"].dtype for n in (*self.stands, *self.traced.results.values())}
-        inputs = {x: _entry(n, s, sizes) for x, (n, s) in self._inputs().items()}
+        inputs = {self._name(n): _entry(n, s, sizes) for n, s in self.stands.items()}
         extents, lengths = self.roles.extents(sizes), self.merged.lengths
         return Problem(
             name="kernel",

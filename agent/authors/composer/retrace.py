@@ -32,16 +32,12 @@ class Retraced:
     """
 
     def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
-        self.module, self._nodes = module, nodes
+        self.module, self.graph, self._nodes = module, module.graph, nodes
         self._users: dict[fx.Node, fx.Node] = {}
         for user, node in nodes.items():
             self._users.setdefault(node, user)
-        (self._output,) = (n for n in module.graph.nodes if n.op == "output")
+        (self._output,) = (n for n in self.graph.nodes if n.op == "output")
         self._trim([])
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
 
     @property
     def results(self) -> dict[str, fx.Node]:

@@ -20,14 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from coda_agent.agent.authors.composer.across import Across
-from coda_agent.agent.authors.composer.aten import (
-    ACROSS,
-    ROW_STATISTICS,
-    VIEWS,
-    WHOLE_ROW,
-    meaning,
-    truth,
-)
+from coda_agent.agent.authors.composer.aten import ACROSS, SPELLED, VIEWS, meaning, truth
 from coda_agent.agent.authors.composer.calls import CASTS
 from coda_agent.agent.authors.composer.codes import Elements, Unusable
 from coda_agent.agent.authors.composer.elementwise import Elementwise
@@ -56,15 +49,15 @@ class Rewriter:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.layout = problem, Layout(problem)
-        self.elementwise = Elementwise(problem, self.layout)
+        self.elementwise = Elementwise(self.layout)
         self.across = Across(self.layout, self.elementwise.apply)
         self.places = Places(self.elementwise)
-        self.product = Product(problem, self.layout)
-        self.inputs = Inputs(problem, self.layout)
+        self.product = Product(self.layout)
+        self.inputs = Inputs(self.layout)
 
     def run(self) -> Rewritten:
         """Rewrite the graph."""
-        stored = Outputs(self.problem, self.layout, self.inputs.leaves)
+        stored = Outputs(self.layout, self.inputs.leaves)
         values, outputs = stored.of(self.trace())
         if not any(e == self.product.acc for e in walk(list(values.values()))):
             message = f"no output needs the product of {' and '.join(self.problem.sides)}"
@@ -94,7 +87,7 @@ class Rewriter:
                         env[node] = self.refused(refusal, (args, kwargs))
                     except (TypeError, KeyError):
                         message = self._at(node) + "takes an argument that no primitive has"
-                        refusal = Refusal(message, _SPELLED, node)
+                        refusal = Refusal(message, SPELLED, node)
                         env[node] = self.refused(refusal, (args, kwargs))
                     if _in_place(node):
                         env[node.args[0]] = env[node]
@@ -164,11 +157,8 @@ class Rewriter:
         function = meaning(_LOGICAL.get(op, op) if _dtype(node) is torch.bool else op)
         if function is None:
             if op in ACROSS:
-                *_, width = args[0].codes.shape
-                if width < self.layout.extents["N"]:
-                    raise ProgramError(f"works across groups of {width} columns", hint=_SPELLED)
-                raise ProgramError(WHOLE_ROW, hint=ROW_STATISTICS)
-            raise ProgramError("has no counterpart among the primitives", hint=_SPELLED)
+                raise self.across.refusal(args[0])
+            raise ProgramError("has no counterpart among the primitives", hint=SPELLED)
         with self.elementwise.in_order(node):
             result = self.elementwise.apply(function, args, kwargs)
         return [result, None] if op == "log_sigmoid_forward" else result
@@ -191,12 +181,8 @@ class Rewriter:
     def _view(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def codes(value: Any) -> Any:
             """Of what is moved; constants that index are not."""
-            constant = isinstance(value, torch.Tensor) and op != "index"
-            return (
-                self.elementwise.lift(value).codes
-                if constant or isinstance(value, Elements)
-                else value
-            )
+            moved = Elements if op == "index" else (Elements, torch.Tensor)
+            return self.elementwise.lift(value).codes if isinstance(value, moved) else value
 
         if op == "copy":
             return Elements(codes(args[1]).expand(codes(args[0]).shape))
@@ -207,7 +193,6 @@ class Rewriter:
         return tree_map(lambda v: Elements(v) if isinstance(v, torch.Tensor) else v, out)
 
 
-_SPELLED = "write it with elementary operations; `level: extend` asks an author for one of its own"
 _IN_PLACE = "return a new tensor; `in_place` in the front matter lets a kernel overwrite an input"
 # What arithmetic on conditions is.
 _LOGICAL = {"add": "logical_or", "mul": "logical_and"} | {
