@@ -142,7 +142,7 @@ def table(
 
 
 class _Ran(NamedTuple):
-    """A program, with what it gave in float64 and as float32 stores it."""
+    """A program, and what it gave exactly and as it is stored."""
 
     program: Program
     exact: Mapping[str, torch.Tensor]

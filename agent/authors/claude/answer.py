@@ -115,7 +115,7 @@ class Answer:
         self._state: Literal["new", "between", "block", "closing", "whole"] = "new"
 
     def take(self, data: str) -> dict[str, Any]:
-        """Takes the next event, which it returns.
+        """Take the next event, and return it.
 
         Raises:
             Broken: it is no event, or cannot stand where it does.

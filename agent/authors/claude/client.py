@@ -157,7 +157,7 @@ class Client:
         raise AssertionError("unreachable")
 
     def _read(self, request: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        """Reads one stream to its end."""
+        """Read one stream to its end."""
         from anthropic import APIStatusError
 
         with self.sdk.beta.messages.create(**request, stream=True) as stream:
@@ -197,7 +197,7 @@ def _watched(stream: Any, client: Client) -> Any:
 
 
 def _events(response: "httpx2.Response") -> Iterator[str]:
-    """The data of a stream's events, which is Broken in whatever way it fails."""
+    """The data of a stream's events, or Broken in whatever way."""
     import anthropic
     import httpx2
 

@@ -63,7 +63,7 @@ class Conversation:
         self._digest = hashlib.sha256()
 
     def apply(self, event: e.Event) -> None:
-        """Takes the next event."""
+        """Take the next event."""
         match event:
             case e.Prompted():
                 self._begin()

@@ -198,7 +198,7 @@ class Claude(Author):
         bench.log.append(e.Prompted(request=request, messages=messages, characters=characters))
 
     def _model(self, bench: Workbench) -> dict[str, Any]:
-        """What the API says about the model; another server need not say anything."""
+        """Ask what the API says about the model."""
         import anthropic
 
         name, models = self.options.model, self.client.sdk.models

@@ -1,4 +1,4 @@
-"""The parameters that every call of a model has, but for the messages."""
+"""The parameters of every call of a model, without the messages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ BETAS = ["context-management-2025-06-27", "compact-2026-01-12"]
 def parameters(
     sent: Mapping[str, Any], purse: Purse, info: Mapping[str, Any], *, elsewhere: bool
 ) -> dict[str, Any]:
-    """Choose them, of `prompt.request` and by what the API says about the model.
+    """Choose them by `prompt.request` and what the API says.
 
     Of another server (`elsewhere`) nothing is asked but what it says it can do.
     """

@@ -1,4 +1,4 @@
-"""What one author may spend, and the most that its calls can cost."""
+"""What an author may spend, and the most its calls can cost."""
 
 import bisect
 import math
@@ -23,7 +23,7 @@ _CHARACTERS_PER_TOKEN = 2.0
 
 
 class Purse:
-    """The money, tokens and time of an author, whose `prices` may be unknown."""
+    """The money, tokens and time of an author; `prices` may be unknown."""
 
     def __init__(self, options: Options, prices: Prices | None) -> None:
         self.options, self.budget, self.prices = options, options.budget, prices
@@ -54,7 +54,7 @@ class Purse:
     def worst(
         self, state: RunState, talk: Conversation, most: int, after: int | None = None
     ) -> tuple[dict[str, Any], float | None]:
-        """The most that a call can take: usage, and dollars where prices are known.
+        """Find the most that a call can take, in tokens and dollars.
 
         Its answer has `most` tokens; it may come `after` another call, whose answer has so many.
         Two models may answer where the first may refuse, and each after a summary of what came
@@ -80,7 +80,7 @@ class Purse:
         return {"assumed": "the worst", "iterations": entries}, usd
 
     def room(self, state: RunState, talk: Conversation) -> int:
-        """The tokens of the longest answer that can be paid for, or 0.
+        """Find the longest answer that can be paid for, or 0.
 
         Until the last turn, what that one may cost with a short answer is kept back.
         """

@@ -123,7 +123,7 @@ def _rounded(x: Expr, decimals: Expr | float = 0.0) -> Expr:
 
 
 def _hypotenuse(x: Expr, y: Expr) -> Expr:
-    """√(x² + y²) without overflow; infinite of a side (IEEE 754-2019, 9.2.1)."""
+    """√(x² + y²) without overflow; infinite where a side is."""
     sides = [apply("absolute", side) for side in (x, y)]
     longer = apply("maximum", *sides)
     small = apply("greater", 2.0**60, longer)
@@ -132,7 +132,7 @@ def _hypotenuse(x: Expr, y: Expr) -> Expr:
     unit = apply("where", apply("greater", plain, 0.0), 1.0, unit)
     a, b = (side / unit for side in sides)
     found = unit * apply("sqrt", a * a + b * b)
-    for side in sides:
+    for side in sides:  # beside a NaN, too (IEEE 754-2019, 9.2.1)
         found = apply("where", apply("equal", side, _INFINITE), _INFINITE, found)
     return found
 

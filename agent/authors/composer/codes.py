@@ -20,7 +20,7 @@ _SHIFT = 40
 
 @dataclass(frozen=True)
 class Frame:
-    """The dims of a shape, in canonical order; `flipped` if the shape reverses them."""
+    """The dims of a shape; `flipped` if the shape reverses them."""
 
     dims: tuple[str, ...]
     flipped: bool = False
@@ -35,14 +35,14 @@ class Elements:
 
 @dataclass(frozen=True)
 class Unusable:
-    """A value that no epilogue takes; an error only where it is used."""
+    """A value that no epilogue takes: an error where it is used."""
 
     reason: str
     hint: str
 
 
 class Codes:
-    """The expressions of one trace, at its `extents` of M, N, N/2, 2*N and K."""
+    """The expressions of one trace, at its `extents`."""
 
     def __init__(self, extents: Mapping[str, int]) -> None:
         self.extents = extents
@@ -100,7 +100,7 @@ class Codes:
     def taken(
         self, codes: torch.Tensor, expr: Expr, dims: tuple[str, str]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The rows and columns of a matrix `expr` that a matrix is made of."""
+        """Which rows and columns of a matrix `expr` another one is."""
         width = self.extents[dims[1]]
         at = codes - self.base(expr)
         if not codes.numel() or at.min() < 0 or at.max() >= self.extents[dims[0]] * width:

@@ -61,7 +61,7 @@ class _Hole(Unusable):
 
 
 class _Draft(Rewriter):
-    """The draft of one program, with holes and the reasons why they are there."""
+    """The draft of one program, with holes and their reasons."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

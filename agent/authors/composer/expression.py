@@ -21,7 +21,7 @@ NEXT = "return the reduction as an output and apply it in the next kernel"
 
 
 class Reduction(NamedTuple):
-    """A reduction of a whole row or column, of which the dim `left` is left."""
+    """Reduction of a row or column; `left` names the dim that stays."""
 
     kind: str
     aten: str

@@ -61,7 +61,7 @@ class Halves:
         return make("exchanged", x, dims=x.dims, value=width)
 
     def _alike(self, x: Expr, width: int) -> bool:
-        """Whether it is the same in both halves of a group, column by column."""
+        """Whether it is the same in both halves of a group."""
         if "N" not in x.dims:
             return True
         if x.op.startswith("group_"):
@@ -74,7 +74,7 @@ class Halves:
 
 
 def apart(full: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves of the groups of columns of (M, N), each (M, N/2)."""
+    """Split groups of columns of (M, N) into two (M, N/2)."""
     halves = full.unflatten(-1, (-1, 2, width // 2))
     return halves[..., 0, :].flatten(-2), halves[..., 1, :].flatten(-2)
 

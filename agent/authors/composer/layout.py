@@ -44,7 +44,7 @@ class Layout:
         self.halves = Halves(self.codes, self.parts)
 
     def count(self, extent: int) -> int:
-        """How many elements of the call an extent of the trace stands for."""
+        """Count the elements of the call that an extent stands for."""
         return self._counts.get(extent, extent)
 
     def frame(self, shape: tuple[int, ...]) -> Frame | None:
@@ -73,7 +73,7 @@ class Layout:
         return codes.reshape(self.extents["M"], -1).repeat_interleave(width, -1)
 
     def in_halves(self, shape: tuple[int, ...]) -> bool:
-        """Whether such a tensor has its columns in another order than a kernel's."""
+        """Whether the columns of such a tensor are in another order."""
         return self.problem.halves and shape[-1:] == (self.extents["N"],)
 
     def stored(self, codes: torch.Tensor, kind: type[Resource]) -> Expr:
@@ -86,7 +86,7 @@ class Layout:
     def range(
         self, codes: torch.Tensor, dims: tuple[str, ...] = ("M", "N")
     ) -> tuple[Expr, int] | None:
-        """What these are neighbouring columns of, and the first; None of no such."""
+        """Find what these are neighbouring columns of, and the first one."""
         expr = self.codes.first(codes)
         if not expr.dims <= {*dims}:
             return None
@@ -185,7 +185,7 @@ class Layout:
         return None
 
     def _ranges(self, codes: torch.Tensor) -> Expr | None:
-        """What differs by ranges of columns, where N has one size: chosen by the column."""
+        """What differs by ranges of columns of one size."""
         numbers = codes[0] - self.codes.places(codes[0])
         starts = [0, *(1 + (numbers.diff() != 0).nonzero().flatten()).tolist(), len(numbers)]
         if len(starts) > 8:

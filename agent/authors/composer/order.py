@@ -21,7 +21,7 @@ _PERMUTE = torch.ops.aten.permute.default
 
 
 class Order:
-    """The order of rows and columns; with `halves` the last column axis comes first."""
+    """Order of rows and columns; with `halves` the last column axis leads."""
 
     def __init__(self, roles: Roles, *, halves: bool) -> None:
         self.rank = {axis: float(i) for i, axis in enumerate((*roles.rows, *roles.columns))}

@@ -1,4 +1,4 @@
-"""Tensors that are part of the rows or columns, as a tile may read them."""
+"""Parts of rows or columns, as a tile may read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coda_agent.primitives.tables import TABLES, Table
 
 
 class Parts:
-    """Such tensors of one trace, whose dims of rows have the extents `lead`."""
+    """Such tensors of one trace; `lead` are its extents of rows."""
 
     def __init__(self, codes: Codes, lead: Sequence[int]) -> None:
         self.codes, self.lead = codes, [*lead]
@@ -21,7 +21,7 @@ class Parts:
         self._readings: dict[Expr, list[tuple[Expr, torch.Tensor]]] = {}
 
     def table(self, name: str, position: int, shape: tuple[int, ...]) -> Elements:
-        """A matrix; the `value` of its leaf is the place of the table's kind among `TABLES`."""
+        """A matrix; its leaf's `value` is the kind's place among `TABLES`."""
         key, dims = (f"{position:04d}",), frozenset({"M", "N"})
         return self.read_as(
             [
@@ -41,7 +41,7 @@ class Parts:
         return Elements((torch.arange(math.prod(shape)) + self.codes.base(raw)).reshape(shape))
 
     def whole(self, raw: Expr) -> list[tuple[Expr, torch.Tensor]]:
-        """What the tile may read of a tensor, each with the tensor's codes in its place."""
+        """What the tile may read of a tensor, with the codes then."""
         return [(expr, at + self.codes.base(raw)) for expr, at in self._readings.get(raw, ())]
 
     def places_of(self, expr: Expr) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ class Parts:
         return [at for some in self._readings.values() for whole, at in some if whole == expr]
 
     def ways(self, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        """Ways to read a tensor: which of its elements each of the tile's own, (M, N), is."""
+        """Ways to read a tensor: which element each of the tile's is."""
         for i in range(len(shape) + 1):
             rows = [s for s in shape[:i] if s != 1]
             sample = rows == self.lead[:1] != self.lead
@@ -61,7 +61,7 @@ class Parts:
                     yield at
 
     def _places(self, kind: type[Table], r: int, c: int) -> torch.Tensor | None:
-        """Which element of an (R, C) table each of the tile's reads; None where none fits."""
+        """Which element of an (R, C) table each of the tile's reads."""
         m, n = self.codes.extents["M"], self.codes.extents["N"]
         if m % r or n % (c * (kind.step or 1)):
             return None

@@ -54,7 +54,7 @@ class Sources:
         return entry
 
     def _chain(self, node: Any, inner: set[Axis], *, casts: bool) -> Iterator[fx.Node]:
-        """What an operand is made of by views, casts and scales, itself first."""
+        """What an operand is made of by views, casts and scales."""
         while isinstance(node, fx.Node):
             yield node
             op, tensors = name_of(node), [x for x in node.args if isinstance(x, fx.Node)]
