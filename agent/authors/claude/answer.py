@@ -173,8 +173,7 @@ class Answer:
         self._characters += len(piece)
 
     def whole(self) -> dict[str, Any]:
-        """The message: `id`, `model`, `stop_reason`, `stop_details`, `content`, and `usage` as
-        `used` gives it.
+        """The message: id, model, stop reason and details, content, and usage.
 
         Of `content` only what the API takes back is left. Blank text, thinking cut off before its
         signature, and blocks and fields of unknown kinds are dropped. A call that has the id of an
