@@ -1,4 +1,4 @@
-"""`coda_agent.fuse`: a function of tensors, or a module, run by kernels where they pay.
+"""A function of tensors, or a module, by kernels where they pay.
 
 The module is the function: `from coda_agent import fuse` gives what can be called.
 """

@@ -1,4 +1,4 @@
-"""A region with what Inductor would compute in one kernel with its results.
+"""A region, with what Inductor would compute in one kernel with it.
 
 A kernel that stores what Inductor never would, so that others can read it, gains nothing: it is
 timed with those that read it.
@@ -57,7 +57,7 @@ class Around:
     def by_kernel(
         self, text: str, ready: Mapping[str, torch.Tensor] | None = None
     ) -> Callable[..., list[Any]]:
-        """Make the function that `part` is, with the region's values by its kernel.
+        """Make the function of `part`, with the region's values by its kernel.
 
         Args:
             text: It.
@@ -92,7 +92,7 @@ class Around:
 
 
 def _laid(x: torch.Tensor, result: fx.Node | None) -> torch.Tensor:
-    """Lay a result of the whole graph out as its readers expect: Inductor copies what is not."""
+    """Lay a graph's result out as its readers expect, as Inductor does."""
     whole = result is not None and result.meta["val"].is_contiguous()
     return x.contiguous() if whole else x
 
@@ -103,7 +103,7 @@ def alone(region: Region) -> Around:
 
 
 def around(known: Cut, region: Region, constants: Collection[fx.Node] = ()) -> Around:
-    """Find what reads a region's results pointwise, or sums them, and no product is.
+    """Find what reads a region's results pointwise, or sums them.
 
     `constants` are the graph's nodes that are the same at each call: weights that are frozen, and
     what is made of them.
@@ -134,7 +134,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _is_stored(node: fx.Node, taken: set[fx.Node]) -> bool:
-    """Whether a value is stored in any case: a product reads it, or a view of it, or a kernel."""
+    """Whether a value is stored anyway, for a product or a kernel."""
     pending = [*node.users]
     while pending:
         user = pending.pop()

@@ -1,4 +1,4 @@
-"""Attention's mask as PyTorch's kernels want it: causal by word, where the tensor says no more.
+"""Attention's mask by word: causal, where the tensor says no more.
 
 transformers 5 makes a mask of (B, 1, S, S) under torch.compile (torch before 2.14) and repeats keys
 and values. With a mask no flash kernel runs: a training step of Llama-3.2-1B, 4 x 4096 tokens, took
@@ -50,13 +50,13 @@ def fold_masks(graph: fx.Graph) -> list[str]:
 
 
 def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
-    """Whether there are as many queries as keys as the mask has rows and columns."""
+    """Whether a mask's sizes are the numbers of queries and keys."""
     sizes = [arguments[x].meta["example_value"].shape[-2] for x in ("query", "key")]
     return [*mask.meta["example_value"].shape[-2:]] == sizes
 
 
 def _meaning(mask: fx.Node) -> str:
-    """ "causal" or "all" of a mask that is made of no tensor's values and is that; else ""."""
+    """Read "causal" or "all" off a mask of no tensor; else ""."""
     needed, pending = set[fx.Node](), [mask]
     while pending:
         if (node := pending.pop()) not in needed:
@@ -90,13 +90,13 @@ def _meaning(mask: fx.Node) -> str:
 
 
 def _unrepeated(x: Any) -> fx.Node | None:
-    """Keys or values (B, H, S, D) of (B, G H, S, D), which has each head G times in turn; None of
-    other tensors."""
+    """Find the keys or values whose heads these repeat, each in turn."""
     expanded = _input(x, ("reshape",))
     single = _input(expanded, ("expand",))
     heads = None if single is None else single.all_input_nodes[0]
     if heads is None or expanded is None or single is None:
         return None
+    # (B, H, S, D), (B, H, 1, S, D), (B, H, G, S, D) and (B, G H, S, D)
     few, one, many, all_heads = (
         [*n.meta["example_value"].shape] for n in (heads, single, expanded, x)
     )

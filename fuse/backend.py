@@ -30,7 +30,7 @@ def coda(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Compile a graph of Dynamo's: the backend for torch.compile, which finds it as "coda".
+    """Compile a graph of Dynamo's: the backend "coda" of torch.compile.
 
     Args:
         module: The graph.
@@ -63,7 +63,7 @@ def coda(
 
 
 def _called(module: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:
-    """What runs a graph's calls one after the other, in the place of Inductor's code."""
+    """Make code that runs a graph's calls, in place of Inductor's."""
     from torch._inductor.output_code import OutputCode
 
     iota = torch.ops.prims.iota.default

@@ -1,4 +1,4 @@
-"""Kernels of a graph's regions compiled side by side, before they are tried one by one."""
+"""Kernels of a graph's regions, compiled side by side, ahead of trials."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ _FAILED: set[tuple[str, TileConfig]] = set()
 
 
 def compilers() -> AbstractContextManager[CompilePool | None]:
-    """Make the pool that compiles kernels, which has no process before it is asked; none where it
-    could not hand on what it compiles: this process does it then."""
+    """Make the pool that compiles kernels; none where caches cannot be written."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     try:
         return CompilePool(max(1, min(cores, 14)))
-    except MachineError:  # the cache cannot be written
+    except MachineError:  # what they compile could not be handed on: this process compiles
         return nullcontext()
 
 
@@ -46,7 +45,7 @@ def build(
     device: torch.device,
     meanwhile: Callable[[], None],
 ) -> None:
-    """Compile the kernels of regions, with their tiles, into the cache of objects.
+    """Compile the kernels of regions, with their tiles, into the cache.
 
     Args:
         pool: What compiles.
@@ -86,7 +85,7 @@ def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[Comp
 
 
 def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
-    """Tiles that are worth trying: the one that was measured to be the fastest, or likely ones."""
+    """List tiles worth trying: the one measured fastest, or likely ones."""
     function = function_of(kernel.text)
     if kernel.like:
         found = function.choose(*shape, function.types[0], None)

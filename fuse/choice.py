@@ -1,4 +1,4 @@
-"""Whether a region's kernel pays: it is timed beside what Inductor makes of the same calls."""
+"""Times of a region's kernel beside Inductor's code of the same calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME = 1e-2
 
 
 def timed(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str:
-    """Time a kernel, with the packing that it needs at each call, on numbers drawn at random.
+    """Time a kernel, with its packing at each call, on random numbers.
 
     Args:
         place: What it computes, and what reads it.
@@ -95,7 +95,7 @@ def _own(place: Around, given: Sequence[Any]) -> Inductor:
 
 
 def _compiled(call: Callable[..., Any], given: Sequence[Any]) -> Inductor:
-    """Let Inductor compile a call, as a function of the tensors among what is given to it."""
+    """Let Inductor compile a call, as a function of its tensors."""
     others = [None if isinstance(x, torch.Tensor) else x for x in given]
 
     def function(*tensors: torch.Tensor) -> Any:

@@ -25,7 +25,7 @@ _SOFTMAX = (
 
 
 def quantise_products(graph: fx.Graph) -> list[str]:
-    """Multiply in FP8 in a training graph's forward pass, where B is a weight; the products."""
+    """Multiply by a forward pass's weights in FP8; names of the products."""
     if not any(map(is_backward, graph.nodes)):
         return []
     found = [node for node in graph.nodes if node.target in PLAIN and not is_backward(node)]
@@ -67,7 +67,7 @@ def _quantised(graph: fx.Graph, x: fx.Node, like: fx.Node) -> tuple[fx.Node, fx.
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether a product is of 16 bits, with a weight of sides in multiples of 16."""
+    """Whether a 16-bit product multiplies a weight whose sides 16 divides."""
     a, b = operands(node)
     if a.meta["val"].dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -79,7 +79,7 @@ def _fits(node: fx.Node) -> bool:
 
 
 def _has_softmax(node: fx.Node) -> bool:
-    """Whether what a product gives goes into a row's maximum before another product."""
+    """Whether a product goes into a row's maximum before another product."""
     seen, pending = set[fx.Node](), [node]
     while pending:
         for user in pending.pop().users:

@@ -1,4 +1,4 @@
-"""`fuse`: torch.compile by the backend `coda`, and what it makes of a call."""
+"""`fuse`: torch.compile by the backend `coda`, and what it makes of calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def fuse(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile a function of tensors, or a module, with kernels where they pay.
+    """Compile a function of tensors, or a module, with kernels that pay.
 
     Args:
         function: It. Left out, `fuse` is a decorator.
@@ -36,7 +36,7 @@ def fuse(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Shown]:
-    """Call a function or a module compiled anew; say how each of its graphs was cut.
+    """Call a function or module compiled anew; say how graphs were cut.
 
     Args:
         function: It, compiled or not; options are those that it is compiled with.

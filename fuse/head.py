@@ -1,4 +1,4 @@
-"""A head and its loss, some rows at a time: logits are never whole.
+"""A head and its loss, some rows of logits at a time.
 
 What both passes compute of a product row by row (a loss's statistics, and the gradients that
 products read) is computed for some rows after the others, in the forward pass. It does not know
@@ -60,7 +60,7 @@ _HEAD = 4
 
 
 def hold_some_rows(graph: fx.Graph) -> list[str]:
-    """Compute products that take much memory, and the loss behind them, some rows at a time.
+    """Compute large products, and their losses, some rows at a time.
 
     Returns:
         A line for each such product: what was done, or why it was not.
@@ -152,7 +152,7 @@ class _Rows:
         return node in zone.ends and not (node.target in PLAIN and node.args[0] in zone.nodes)
 
     def _make_ones(self) -> None:
-        """Make of 1 what is made of the tangent outside of the zone."""
+        """Make of 1 what is made of the tangent outside the zone."""
         zone = self.zone
         if (tangent := zone.tangent) is None:
             return
@@ -163,7 +163,7 @@ class _Rows:
             self.ones[node] = copied(self.graph, node, self.ones, like=zone.product)
 
     def _whole(self, node: fx.Node, found: list[fx.Node]) -> fx.Node:
-        """Make a node's value of those of some rows, or of their sum."""
+        """Make a node's value of some rows' ones, or of their sum."""
         shape = [*node.meta["val"].shape]
         x = found[0] if len(found) == 1 else self.make(aten.cat.default, found)
         if node.target is aten.mean.default:
@@ -171,8 +171,9 @@ class _Rows:
         return x if [*x.meta["val"].shape] == shape else self.make(aten.view.default, x, shape)
 
     def _tie(self, wholes: dict[fx.Node, fx.Node]) -> None:
-        """Let the loss need the gradients: the partitioner would have the last rows', which nothing
-        of the forward pass needs, in the backward pass, and keep all that those are made of."""
+        """Let the loss need the gradients."""
+        # Else the partitioner has the last rows' ones, which the forward pass does not need, in the
+        # backward pass, and keeps all that they are made of.
         zone = self.zone
         losses = [node for node in wholes if node not in zone.scaled]
         if losses and (ready := self._known(wholes[n] for n in zone.scaled.intersection(wholes))):
@@ -191,7 +192,7 @@ class _Rows:
         return ready
 
     def _scaled(self, node: fx.Node, x: fx.Node) -> fx.Node:
-        """Multiply what is proportional to the tangent by it, in the node's type."""
+        """Multiply by the tangent what is proportional to it; restore its type."""
         zone = self.zone
         if node in zone.scaled and zone.tangent is not None:
             x = self.cast(x, torch.float32, node)
@@ -246,7 +247,7 @@ class _Some:
         return make(target, *args, **kwargs)
 
     def _ended(self, node: fx.Node) -> fx.Node:
-        """Multiply or sum some rows: of a sum over rows a part, in float32."""
+        """Multiply or sum some rows; sums over rows are float32 parts."""
         zone, values = self._zone, self.values
         args: Any = node.args
         target: Any = node.target
@@ -266,7 +267,7 @@ class _Some:
         return self._rows.cast(part, torch.float32, zone.product)
 
     def _given(self, x: fx.Node, node: fx.Node) -> fx.Node:
-        """These rows of what a node reads, as a matrix; all of what it reads for each row."""
+        """Give what a node reads for these rows, as a matrix."""
         if x in self.values:
             return self.values[x]
         shape, value = node.meta["val"].shape, x.meta["val"]
@@ -286,8 +287,9 @@ class _Some:
         return self._slice(x, 0)
 
     def _number(self, x: fx.Node) -> fx.Node:
-        """Compute these rows' numbers of those that they are made of. Cut from all rows' ones, what
-        is held of them were one table, and Inductor joined all rows' gradients that read it."""
+        """Compute these rows' numbers of those that they are made of."""
+        # Cut from all rows' ones, what is held of them were one table, and Inductor joined all
+        # rows' gradients that read it.
         if x not in self._numbers:
             inputs, rows = x.all_input_nodes, self._zone.rows
             plain = {numel(i) for i in inputs if i.meta["val"].ndim} == {rows}

@@ -1,4 +1,4 @@
-"""Sizes that are symbols, by their hints: what is asked of a symbol becomes a guard."""
+"""Hints of sizes that are symbols: asking a symbol makes a guard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coda_agent.agent.authors.composer.retrace import SYMBOLIC, plain
 
 @contextlib.contextmanager
 def hinted(graph: fx.Graph) -> Iterator[None]:
-    """Let values of a graph have numbers for sizes; those with symbols are at `SYMBOLIC`.
+    """Give values of a graph numbers for sizes; symbols are at `SYMBOLIC`.
 
     Nodes that are new afterwards have no values.
     """

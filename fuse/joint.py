@@ -1,5 +1,4 @@
-"""The pass that puts kernels into a graph of Inductor's: of one pass, or of both before they are
-parted."""
+"""The pass that puts kernels into a graph, before Inductor parts it."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ SEEN: ContextVar[list[Shown] | None] = ContextVar("SEEN", default=None)
 
 
 class Kernels(CustomGraphPass):
-    """Kernels in the place of regions of an ATen graph. Where something fails the graph stays.
+    """A pass that puts kernels in the place of a graph's regions.
 
     Args:
         first: Another pass, which runs before.
@@ -76,7 +75,7 @@ class Kernels(CustomGraphPass):
 
 @contextmanager
 def left_where_it_fails(graph: fx.Graph) -> Iterator[None]:
-    """Leave a module's graph as it was, with a warning, where a change of it fails."""
+    """Leave a module's graph as it was where a change fails; warn."""
     module: Any = graph.owning_module
     before = fx.Graph(module)
     before.output(before.graph_copy(graph, {}))
@@ -92,7 +91,7 @@ def left_where_it_fails(graph: fx.Graph) -> Iterator[None]:
 
 
 def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
-    """Put kernels into a functional ATen graph, where they are right and pay.
+    """Put kernels that are right and pay into a functional ATen graph.
 
     Args:
         graph: It.
@@ -137,7 +136,7 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:
-    """Find weights that Inductor freezes, and what it makes of them before the first call."""
+    """Find weights that Inductor freezes, and what is made of them."""
     context, inputs = TracingContext.try_get(), graph.find_nodes(op="placeholder")
     if not config.freezing or context is None or any(map(is_tangent, inputs)):
         return set()
@@ -150,8 +149,7 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _judged(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str:
-    """A region's kernel as it runs, or why it is left to PyTorch. Layers that are alike are tried
-    once."""
+    """Judge a kernel, once for layers alike; give it or a reason."""
     if (key := _key(place, kernel)) not in _JUDGED:
         try:
             found = timed(place, kernel, device) if device.type == "cuda" else kernel

@@ -1,4 +1,4 @@
-"""What was found out of regions, kept in the user's cache by all that it depends on."""
+"""Findings of regions in the user's cache, by what they depend on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = "fuse", "agent/authors", "primitives", "runtime", "generated"
 
 
 def path_of(kind: str, *parts: str) -> Path:
-    """Name the file of what depends on some texts, on our sources, PyTorch and compilers."""
+    """Name the file of what depends on texts, sources, PyTorch and compilers."""
     key = json.dumps([kind, *parts, *_toolchain()])
     return user_cache() / "regions" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.pickle"
 
@@ -34,7 +34,7 @@ def _toolchain() -> list[str]:
 
 
 def remembered(path: Path, nodes: Sequence[fx.Node] = ()) -> Any:
-    """Read what was kept in a file; None where there is none that can be read.
+    """Read what was kept in a file; None where that fails.
 
     Args:
         path: It.
@@ -46,8 +46,8 @@ def remembered(path: Path, nodes: Sequence[fx.Node] = ()) -> Any:
 
 
 def remember(path: Path, known: Any, nodes: Sequence[fx.Node] = ()) -> None:
-    """Keep it in a file for `remembered`; what cannot be kept is found out again elsewhere."""
-    with suppress(Exception):
+    """Keep it in a file for `remembered`, where it can be kept."""
+    with suppress(Exception):  # what is not kept is found out again
         file = io.BytesIO()
         _Writer(file, nodes).dump(known)
         write_whole(path, file.getvalue())

@@ -1,6 +1,4 @@
-"""A region's program as a kernel: with the tiles of the accepted one that computes the same, or by
-the prior.
-"""
+"""Kernels of regions, with an accepted kernel's tiles or the prior's."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def kernel_of(composition: Composition) -> Kernel:
 def called(
     composition: Composition, text: str, entered: Callable[[Port], Any], sized: Sized = list
 ) -> dict[fx.Node | None, Any]:
-    """Call a composition's kernel, on tensors or on proxies of a graph's nodes.
+    """Call a composition's kernel on tensors, or on proxies of nodes.
 
     Args:
         composition: It.
@@ -101,7 +99,7 @@ def called(
 
 
 def arguments(composition: Composition, entered: Callable[[Port], Any]) -> tuple[Any, Any, list]:
-    """Make A, B and the operands of a composition's kernel from what enters by its ports."""
+    """Make A, B and the operands of what enters by the ports."""
     a, b = entered(composition.a), entered(composition.b)
     kinds = composition.program.operands
     operands = [(kinds[x], entered(port)) for x, port in composition.operands.items()]
@@ -134,7 +132,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def twin(composition: Composition) -> tuple[Entry | None, bool]:
-    """The accepted kernel that computes the same; else one that computes the same and more."""
+    """Find an accepted kernel that computes the same; else one computing more."""
     program, types = composition.program, _types_of(composition)
     for more in (False, True):
         for entry, programs in _accepted():
@@ -146,8 +144,7 @@ def twin(composition: Composition) -> tuple[Entry | None, bool]:
 
 @lru_cache(maxsize=1)
 def _accepted() -> list[tuple[Entry, list[_Less]]]:
-    """The accepted kernels of the package and of the workspace around the current folder, each with
-    its programs, whole and with fewer outputs."""
+    """Read the accepted kernels of the package and the workspace around."""
     from coda_agent.agent.workspace import find, packaged_kernels
 
     known = packaged_kernels()
@@ -161,7 +158,7 @@ def _accepted() -> list[tuple[Entry, list[_Less]]]:
 
 
 def _less(program: Program, spec: Spec) -> Iterator[_Less]:
-    """A program without each choice of its outputs that leaves one which reads as much."""
+    """List a program with all outputs, or fewer that read as much."""
     for count in range(len(program.outputs)):
         for left_out in itertools.combinations(program.outputs, count):
             with contextlib.suppress(ProgramError):
@@ -175,7 +172,7 @@ def _types(spec: Spec, left_out: Sequence[str] = ()) -> list[str]:
 
 
 def _types_of(composition: Composition) -> list[str]:
-    """The same of a composition: "T" is the type of A, where it has 16 bits."""
+    """List a composition's types; "T" is that of A in 16 bits."""
     program, outputs = composition.program, {p.name: p for p in composition.outputs.values()}
     ports = [composition.a, composition.b, *composition.operands.values()]
     types = [dtype_name(port.dtype) for port in ports]
@@ -189,7 +186,7 @@ def _types_of(composition: Composition) -> list[str]:
 
 
 def _same(one: Program, other: Program) -> bool:
-    """Whether two programs compute the same, in whatever order operands and outputs are named."""
+    """Whether two programs compute the same, whatever their names' order."""
     kinds: Callable[[Mapping[str, type]], list[str]] = lambda x: sorted(
         k.__name__ for k in x.values()
     )
@@ -203,7 +200,7 @@ def _same(one: Program, other: Program) -> bool:
 
 
 def _orders(own: Mapping[str, type], other: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-    """Names in all orders in which their kinds stand as the other's do."""
+    """List names in all orders in which kinds stand as the other's."""
     by_kind = {kind: [x for x, k in own.items() if k is kind] for kind in other.values()}
     for chosen in itertools.product(*(itertools.permutations(x) for x in by_kind.values())):
         names = {kind: iter(x) for kind, x in zip(by_kind, chosen, strict=True)}

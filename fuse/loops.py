@@ -1,4 +1,4 @@
-"""Losses that go through sequences one by one, to save memory: their calls become one.
+"""Losses that go through sequences one by one: their calls become one.
 
 TRL's log-probabilities and entropies are made of `logits[0]`, `logits[1]`, ..., or of what `split`
 gives, and joined. As calls of all rows they are made some rows at a time, with the product itself.
@@ -20,7 +20,7 @@ _Parts = tuple[fx.Node, ...]
 
 
 def join_loops(graph: fx.Graph) -> list[str]:
-    """Let what is computed of a tensor's parts, and joined, be computed of all of it.
+    """Compute at once what is computed of a tensor's parts and joined.
 
     Args:
         graph: As Dynamo records it, with `meta["example_value"]`; it changes.
@@ -46,7 +46,7 @@ class _Loop:
         self.calls: list[_Parts] = []
 
     def join(self) -> bool:
-        """Replace the call by one of all parts, where they are computed alike."""
+        """Replace the call by one of all parts, where these are alike."""
         node, graph = self._node, self._node.graph
         parts: Any = node.args[0] if node.args else None
         if _dim(node, 0) != 0 or not isinstance(parts, list | tuple) or len(parts) < 2:
@@ -72,7 +72,7 @@ class _Loop:
         return True
 
     def _match(self, parts: _Parts) -> bool:
-        """Whether nodes are parts of one tensor in their order, or alike calls of such."""
+        """Whether nodes are a tensor's parts in order, or alike calls thereof."""
         if parts in self.wholes or parts in self.calls:
             return True
         if (source := self._source(parts)) is not None:
@@ -103,7 +103,7 @@ class _Loop:
         return x if whole and self._is_stack else None
 
     def _keeps_rows(self, node: fx.Node) -> bool:
-        """Whether each row of a call's value is made of the same row of what it reads."""
+        """Whether a call makes each row of the same row of inputs."""
         values = [_value(x) for x in node.all_input_nodes]
         if not all(isinstance(x, torch.Tensor) for x in values) or "out" in node.kwargs:
             return False
@@ -155,7 +155,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a call may write into what it is given; a flag by position may be `inplace`."""
+    """Whether a call may write into what it is given."""
     name, told = _name(node), {"out", "inplace"} & node.kwargs.keys()
     in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-    return in_place or bool(told) or any(x is True for x in node.args)
+    return in_place or bool(told) or any(x is True for x in node.args)  # `inplace`?

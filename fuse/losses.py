@@ -1,4 +1,4 @@
-"""Losses of the rows that they need: what a script does to all logits is done to fewer, or not.
+"""Losses of the rows that they need, and logits of no more.
 
 - A script that shifts logits, and not labels, takes rows away behind the product. They are taken
   away before it: the product's rows are those of the loss then.
@@ -36,7 +36,7 @@ _NEVER, _NEVER_IN_16 = -1e30, -6e4
 
 
 def spell_by_rows(graph: fx.Graph) -> list[str]:
-    """Give losses the rows that they need in a graph of torch calls.
+    """Give losses in a graph of torch calls the rows they need.
 
     Args:
         graph: As Dynamo records it, with `meta["example_value"]`; it changes.
@@ -52,7 +52,7 @@ def spell_by_rows(graph: fx.Graph) -> list[str]:
 
 
 def _take_before(node: fx.Node) -> bool:
-    """Take rows of what a product multiplies that were taken of what is made of it pointwise."""
+    """Take rows of what a product multiplies, instead of those it gives."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     chain = [node.args[0]]
@@ -81,8 +81,7 @@ def _take_before(node: fx.Node) -> bool:
 
 
 def _of_rows(index: Any, ndim: int) -> tuple[Any, ...] | None:
-    """An index by numbers, or a row of them, that takes whole rows, without its last dim; None of
-    other ones."""
+    """Give an index of whole rows without its last dim, or None."""
     if isinstance(index, fx.Node):
         value = _value(index)
         row = isinstance(value, torch.Tensor) and (value.ndim, value.dtype) == (1, torch.int64)
@@ -101,7 +100,7 @@ def _of_rows(index: Any, ndim: int) -> tuple[Any, ...] | None:
 
 
 def _flatten(node: fx.Node) -> bool:
-    """Give a loss of classes in the second of three dims its rows."""
+    """Give a loss of classes in a middle dim its rows."""
     if node.target is not F.cross_entropy or not _is_turned(node.args[0]):
         return False
     turned, labels = node.args
@@ -125,7 +124,7 @@ def _flatten(node: fx.Node) -> bool:
 
 
 def _mix(node: fx.Node) -> bool:
-    """Spell the logarithm of the sum of two exponentials, which are stacked, without a stack."""
+    """Spell the logarithm of two stacked exponentials' sum without a stack."""
     stack = node.args[0] if node.target in (torch.logsumexp, "logsumexp") and node.args else None
     if not isinstance(stack, fx.Node) or stack.target is not torch.stack or not stack.args:
         return False
@@ -146,15 +145,13 @@ def _mix(node: fx.Node) -> bool:
 
 
 def _name_arguments(loss: fx.Node) -> None:
-    """Give a loss's logits and labels by position, and what else it has by name: a module gives all
-    by position."""
+    """Give a loss's logits and labels by position, the rest by name."""
     named = {**dict(zip(_ARGUMENTS, loss.args, strict=False)), **loss.kwargs}
     loss.args, loss.kwargs = (named.pop("input"), named.pop("target")), named
 
 
 def _pad(loss: fx.Node) -> bool:
-    """Give a loss's product a multiple of 64 columns. Those more are never said, nor are those that
-    were cut off."""
+    """Pad a loss's product with columns never said, cut ones among them."""
     if not (chain := _chain(loss)):
         return False
     product, seen = chain[-1], _value(chain[0]).shape[-1]
@@ -197,8 +194,7 @@ def _widen(node: fx.Node, width: int) -> None:
 
 
 def _chain(loss: fx.Node) -> list[Any]:
-    """What a loss's logits are made of, to their product, where nothing else reads these and what
-    is far below all others stays so; else nothing."""
+    """List the calls from a loss's logits back to a paddable product."""
     has_rows = _value(loss.args[0]).ndim == 2  # else classes are not the last dim
     if not has_rows or any(_NEUTRAL.get(name, x) != x for name, x in loss.kwargs.items()):
         return []
@@ -216,7 +212,7 @@ def _chain(loss: fx.Node) -> list[Any]:
 
 
 def _keeps_columns(node: fx.Node) -> bool:
-    """Whether a call has the columns that it is given, of which the least stay the least."""
+    """Whether a call keeps its columns, and the least of them least."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     before, after = _value(node.args[0]).shape, _value(node).shape

@@ -1,4 +1,4 @@
-"""Products of gradients that become one: what several weights of one operand have in common.
+"""Gradients' products that become one, for weights of one operand.
 
 Where y₁ = x W₁ᵀ, y₂ = x W₂ᵀ, …, the gradient of x is one product, (dy₁ | dy₂ | …) (W₁; W₂; …), and
 those of the weights are the rows of (dy₁ | dy₂ | …)ᵀ x. To lay the dy side by side costs little
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def merge_gradients(graph: fx.Graph) -> list[str]:
-    """Merge products of gradients of one operand; names of those that others became part of."""
+    """Merge gradients' products of one operand; name the first of each."""
     groups: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         turned, x = node.args
@@ -55,7 +55,7 @@ def merge_gradients(graph: fx.Graph) -> list[str]:
 
 
 def _is_made(node: fx.Node) -> bool:
-    """Whether a value is computed, and neither is nor is made pointwise of what a product gives."""
+    """Whether a value is computed, but not pointwise of a product."""
     seen, pending = set[fx.Node](), [node]
     while pending:
         n = pending.pop()
@@ -68,8 +68,7 @@ def _is_made(node: fx.Node) -> bool:
 
 
 def _merge(graph: fx.Graph, x: fx.Node, weights: Sequence[fx.Node], dys: Sequence[fx.Node]) -> None:
-    """Merge the gradients of weights of one operand, and those of the operand where they are
-    summed."""
+    """Merge gradients of weights, and the operand's where they are summed."""
     like = weights[0]
     with graph.inserting_after(max([x, *dys])):
         side = make(graph, aten.cat.default, [*dys], 1, like=like)
@@ -102,7 +101,7 @@ def _merge(graph: fx.Graph, x: fx.Node, weights: Sequence[fx.Node], dys: Sequenc
 
 
 def _summed(dy: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The product of a gradient with its weight, and the end of the sum that it is added to."""
+    """Find a gradient's product with its weight, and the sum's end."""
     products = [u for u in dy.users if u.target is aten.mm.default and u.args[0] is dy]
     if len(products) != 1 or _added(products[0]) is None:
         return None
@@ -113,8 +112,7 @@ def _summed(dy: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The view of a node that is added to another of its shape, and the sum; nothing else reads
-    the node."""
+    """Find a node's view and the sum, if that alone reads it."""
     while len(node.users) == 1:
         (user,) = node.users
         if user.target is aten.add.Tensor and not user.kwargs and len(user.all_input_nodes) == 2:

@@ -1,4 +1,4 @@
-"""`apply_coda_kernels`: a model in people's training, compiled by the backend `coda` in place."""
+"""`apply_coda_kernels`: a model's training, compiled by the backend `coda` in place."""
 
 from __future__ import annotations
 

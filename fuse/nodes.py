@@ -29,7 +29,7 @@ SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.def
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether a node belongs to the backward pass of a graph of both."""
+    """Whether a node belongs to a graph's backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
@@ -39,7 +39,7 @@ def alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of a node's value is made of one of its inputs'."""
+    """Whether a node makes each element of one of its inputs'."""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise or node.target in CASTS or node.target in VIEWS
 
@@ -66,19 +66,19 @@ def shape_of(node: fx.Node) -> torch.Size:
 
 
 def device_of(node: fx.Node) -> torch.device:
-    """Get a value's device; where its sizes are hints of symbols, it has none of its own."""
+    """Get a value's device, or its input's where sizes are hints."""
     device = node.meta.get(SYMBOLIC, node.meta["val"]).device
     inputs = node.all_input_nodes
     return device_of(inputs[0]) if device.type == "meta" and inputs else device
 
 
 def is_fixed(node: fx.Node, dim: int) -> bool:
-    """Whether an extent of a node's value is a number, and no symbol."""
+    """Whether an extent of a node's value is no symbol."""
     return isinstance(shape_of(node)[dim], int)
 
 
 def is_one(node: fx.Node, dim: int) -> bool:
-    """Whether an extent of a node's value is 1, whatever its symbols are."""
+    """Whether an extent of a node's value is 1, whatever symbols are."""
     return is_fixed(node, dim) and shape_of(node)[dim] == 1
 
 
@@ -91,7 +91,7 @@ def bytes_of(nodes: Iterable[fx.Node]) -> int:
 def make(
     graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
 ) -> fx.Node:
-    """Append a call to a graph, in the pass of another node, with its value."""
+    """Append a call with its value, in the pass of another node."""
     node = graph.call_function(target, args, kwargs)
     values = fx.map_arg(args, lambda x: x.meta["val"])
     node.meta = {tag: like.meta[tag] for tag in TAGS if tag in like.meta}
@@ -100,7 +100,7 @@ def make(
 
 
 def constant(graph: fx.Graph, value: float, *, like: fx.Node, shape: Sequence[int] = ()) -> fx.Node:
-    """Append a number of no dims, or such ones, in the type and on the device of a node's value."""
+    """Append a number, or several, of a node's type and device."""
     x = like.meta["val"]
     node = graph.call_function(
         aten.full.default, ([*shape], value), {"dtype": x.dtype, "device": device_of(like)}
@@ -127,7 +127,7 @@ def number(node: Any) -> float | None:
 def copied(
     graph: fx.Graph, node: fx.Node, inputs: Mapping[fx.Node, fx.Node], *, like: fx.Node
 ) -> fx.Node:
-    """Append a node's copy to a graph, in the pass of another, on copies of its inputs."""
+    """Append a node's copy, on copied inputs, in the pass of another."""
     copy = graph.node_copy(node, lambda x: inputs.get(x, x))
     copy.meta = dict(node.meta)
     if (tag := like.meta.get("partitioner_tag")) is not None:
@@ -147,7 +147,7 @@ def is_zeros(node: fx.Node) -> bool:
 
 
 def root(node: fx.Node, *others: Any) -> fx.Node:
-    """What a node is a view of, or what other calls make it of, too."""
+    """Find what a node is a view of, through `others` too."""
     while node.target in (*VIEWS, *others):
         node = node.all_input_nodes[0]
     return node
@@ -161,7 +161,7 @@ def operands(product: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def are_products(users: Iterable[fx.Node]) -> bool:
-    """Whether users of a value are products, or views that products alone read."""
+    """Whether users are products, or views that products alone read."""
     return all(u.target in PRODUCTS or (u.target in VIEWS and are_products(u.users)) for u in users)
 
 
@@ -171,7 +171,7 @@ def entered(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
 
 
 def evaluate(nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> None:
-    """Call what nodes call, in order, on the values of others; theirs are added to those."""
+    """Call what nodes call, in order, and add their values to others'."""
     for node in nodes:
         if node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

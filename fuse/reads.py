@@ -1,4 +1,4 @@
-"""What a region computes again of what it reads, so that its kernel reads fewer bytes.
+"""What a region makes again of what it reads, to read less.
 
 - A tile that is made pointwise of others is made in the kernel, where those are fewer bytes, or are
   read already: a gradient reads the stored gate, not its float32 sigmoid. So is one that is made of
@@ -35,7 +35,7 @@ Tiles = dict[fx.Node, frozenset[fx.Node]]
 def read_along(
     graph: fx.Graph, nodes: set[fx.Node], others: set[fx.Node], *, stored: bool
 ) -> set[fx.Node]:
-    """Choose what a region makes of the tiles that it reads. What others need too is copied.
+    """Choose what a region makes of the tiles that it reads.
 
     Args:
         graph: It.
@@ -44,7 +44,7 @@ def read_along(
         stored: Whether it stores along what other products read.
 
     Returns:
-        Nodes to be added to it.
+        Nodes to be added to it; of what others need too, copies.
     """
     whole = max(map(numel, nodes))
     # A square product's own operands have the result's extent, and are no tiles of its epilogue.
@@ -71,8 +71,7 @@ def read_along(
 
 
 def _tiles(nodes: Iterable[fx.Node], others: set[fx.Node], whole: int) -> Tiles:
-    """The tiles that nodes of a region's extent, and what they are made of, are made of, where it
-    is made pointwise."""
+    """Find tiles of which nodes of a region's extent are made pointwise."""
     found, pending = dict[fx.Node, list[fx.Node]](), [*nodes]
     while pending:
         node = pending.pop()
@@ -86,15 +85,14 @@ def _tiles(nodes: Iterable[fx.Node], others: set[fx.Node], whole: int) -> Tiles:
 
 
 def _whole(node: fx.Node, others: set[fx.Node], whole: int) -> list[fx.Node] | None:
-    """What a node of a region's extent reads of that extent, where it is made pointwise: nothing,
-    where it is made of numbers of rows and columns."""
+    """List what a pointwise node reads of its extent; None of others."""
     if node in others or numel(node) != whole or not (is_pointwise(node) or is_repeated(node)):
         return None
     return [x for x in node.all_input_nodes if numel(x) == whole]
 
 
 def _made_of(reads: set[fx.Node], others: set[fx.Node], whole: int) -> set[fx.Node]:
-    """Nodes of a region's extent that are made pointwise of some tiles alone."""
+    """Find nodes of a region's extent made pointwise of tiles alone."""
     made, known = set[fx.Node](), set(reads)
     pending = sorted({user for node in reads for user in node.users})
     while pending:
@@ -131,7 +129,7 @@ def _is_private(made: set[fx.Node], nodes: set[fx.Node]) -> bool:
 
 
 def _is_operand(node: fx.Node) -> bool:
-    """Whether a product of its pass reads a node that is no view, or a view of it."""
+    """Whether products of its pass read a node, itself no view."""
     pending = [node] if node.target not in VIEWS else []
     while pending:
         for user in pending.pop().users:
@@ -144,7 +142,7 @@ def _is_operand(node: fx.Node) -> bool:
 def _taken(
     graph: fx.Graph, made: set[fx.Node], kept: set[fx.Node], nodes: set[fx.Node]
 ) -> set[fx.Node]:
-    """Nodes that a region alone needs, or stores; copies of those that others need too."""
+    """Take nodes that a region alone needs, and copies of the others."""
     like, inside, copies = min(nodes), {*nodes, *made}, dict[fx.Node, fx.Node]()
     ordered = sorted(made)
     for node in reversed(ordered):

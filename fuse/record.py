@@ -1,4 +1,4 @@
-"""A graph of torch calls as ATen's calls, functional and at the sizes of a call."""
+"""A function's torch calls as a functional ATen graph of fixed sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def recorded(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Record what a function of tensors calls; the graph gives a list of tensors.
+    """Record what a function calls; the graph gives a list of tensors.
 
     Raises:
         ProgramError: it draws random numbers, or writes to an argument.
@@ -44,7 +44,7 @@ def recorded(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> f
 
 
 def _write_nothing(node: fx.Node) -> None:
-    """Let a call that writes to a value of the graph, as decompositions do, give a new one."""
+    """Let a call that writes to a value give a new one."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable or not schema.name.endswith("_"):
         return
@@ -58,7 +58,7 @@ def _write_nothing(node: fx.Node) -> None:
 
 
 def _table() -> dict[Any, Any]:
-    """Decompositions: those of the composer, and of losses into what rows have each."""
+    """List the composer's decompositions, and those of losses by rows."""
     simpler = get_decompositions([aten.nll_loss_forward, aten.nll_loss2d_forward])
     own = {aten._log_softmax.default: _log_softmax, aten.addmm.default: _addmm}
     return {**decompositions(), **APART, **simpler, **own}

@@ -106,7 +106,7 @@ class Cut:
 
 
 def cut(graph: fx.Graph) -> Cut:
-    """Cut a functional ATen graph, each node of which has `meta["val"]`, into regions."""
+    """Cut a functional ATen graph with `meta["val"]` into regions."""
     result = Cut(graph)
     left = [node for node in graph.nodes if node.target in PRODUCTS]
     while left:
@@ -201,7 +201,7 @@ def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
 
 
 def composed(part: fx.Graph) -> Composition | Refusal:
-    """Compose a graph, or take what was composed of one alike: layers of a model are."""
+    """Compose a graph, or take what was composed of one alike."""
     nodes, text = [*part.nodes], described(part)
     if text not in _COMPOSED:
         _COMPOSED[text] = nodes, _composed(part, nodes, text)
@@ -214,7 +214,7 @@ def composed(part: fx.Graph) -> Composition | Refusal:
 
 
 def _composed(part: fx.Graph, nodes: Sequence[fx.Node], text: str) -> Composition | Refusal:
-    """Compose a graph; on a GPU what comes out is kept in the user's cache."""
+    """Compose a graph, through the user's cache where it is kept."""
     path = path_of("composition", text) if _is_kept(nodes) else None
     if path and (found := remembered(path, nodes)):
         return found if isinstance(found, Composition) else Refusal(*found)
@@ -230,7 +230,7 @@ def _composed(part: fx.Graph, nodes: Sequence[fx.Node], text: str) -> Compositio
 
 
 def _is_kept(nodes: Sequence[fx.Node]) -> bool:
-    """Whether all values are on a GPU; those of sizes that are symbols are nowhere (`hinted`)."""
+    """Whether all values are on a GPU, and of no symbolic sizes."""
     values = [x for x in (node.meta.get("val") for node in nodes) if isinstance(x, torch.Tensor)]
     return {x.device.type for x in values} == {"cuda"}
 
@@ -261,7 +261,7 @@ class _Place(str):
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node's values, and not its shape alone, go by a size that is a symbol."""
+    """Whether a node's values, not only its shape, depend on symbols."""
     if node.target in _BY_COUNT:
         rows = shape_of(node.all_input_nodes[0])[:-1]
         return any(not isinstance(x, int) for x in rows)
@@ -277,7 +277,7 @@ def _is_bare(composition: Composition) -> bool:
 def _grown(
     known: Cut, products: Sequence[fx.Node], without: set[fx.Node], *, stored: bool
 ) -> set[fx.Node]:
-    """The products with all that is computed with them before another product is."""
+    """Grow products by what is computed with them before the next product."""
     taken = {node: region for region in known.regions for node in region.nodes}
     nodes, needing, first = set(products), set(products), min(products)
     outside = set[fx.Node]()  # of those that need the products
@@ -315,7 +315,7 @@ def _grown(
 def _through(
     node: fx.Node, taken: Mapping[fx.Node, Region], needing: set[fx.Node], first: fx.Node
 ) -> bool:
-    """Whether a node reads of a region that needs these products itself, of which one is first."""
+    """Whether a node reads of a region that needs these products itself."""
     read = {taken[x] for x in node.all_input_nodes if x in taken}
     return any(needing.intersection(ancestors(region.inputs, first)) for region in read)
 
@@ -323,7 +323,7 @@ def _through(
 def extracted(
     known: Cut, nodes: set[fx.Node], outputs: set[fx.Node]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Some nodes of a graph as one by itself, and what its nodes are in the whole."""
+    """Copy some nodes into a graph; map its nodes to the whole's."""
     taken = {node for region in known.regions for node in region.nodes}
     part, copies = fx.Graph(known.graph.owning_module), dict[fx.Node, fx.Node]()
     views = _views(nodes, taken)
@@ -339,7 +339,7 @@ def extracted(
 
 
 def _views(nodes: set[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
-    """Views that these nodes read: a kernel reads what they are views of."""
+    """Find views that these nodes read, which a kernel reads through."""
     views, pending = set[fx.Node](), [x for node in nodes for x in node.all_input_nodes]
     while pending:
         node = pending.pop()
@@ -366,8 +366,9 @@ def renamed(composition: Composition, originals: Mapping[fx.Node, fx.Node]) -> C
 
 
 def order(known: Cut) -> Iterator[fx.Node | Region]:
-    """Nodes and regions in the graph's order, a region where its last product is; what needs more
-    follows that at once.
+    """Order a graph's nodes, and its regions at their last products.
+
+    What needs more follows that at once.
 
     Raises:
         RuntimeError: two regions need each other.

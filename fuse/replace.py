@@ -72,7 +72,7 @@ class _Symbols:
                     self._nodes.setdefault(str(value), node)
 
     def __call__(self, sizes: Sequence[int]) -> list[Any]:
-        """Sizes as arguments of a view: the only one that is a symbol is what is left."""
+        """Give sizes as a view's arguments; a single symbol is -1."""
         if sum(isinstance(size, Extent) for size in sizes) == 1:
             return [-1 if isinstance(size, Extent) else size for size in sizes]
         return [
@@ -88,7 +88,7 @@ class _Symbols:
         return result
 
     def before(self, node: fx.Node, sizes: Iterable[Any]) -> list[Any]:
-        """Sizes as arguments of calls before a node, each computed of what the graph takes."""
+        """Give sizes as arguments of calls before a node."""
         with self._graph.inserting_before(node):
             return [self._computed(n) if isinstance(n, torch.SymInt) else n for n in sizes]
 
@@ -111,8 +111,7 @@ def _call(
     known: Mapping[fx.Node, fx.Node],
     sized: _Symbols,
 ) -> dict[fx.Node, fx.Node]:
-    """Append a call of a region's kernel, which takes `known` results of others; its own, by the
-    nodes that had their values and whose users they have now."""
+    """Append a call of a region's kernel; results by nodes they replace."""
     composition = region.composition
     end = graph.output_node()
     last, packed = end.prev, set[fx.Node]()
@@ -146,7 +145,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _evaluate(graph: fx.Graph) -> None:
-    """Give new nodes their values, and those that follow them; strides may be others now."""
+    """Give new nodes their values, and renew those that follow them."""
     changed = set[fx.Node]()
     values = (node.meta.get("val") for node in graph.nodes)
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
@@ -180,8 +179,8 @@ def _strides(node: Any) -> tuple[Any, ...] | None:
 
 
 def _reads_strides(node: fx.Node) -> bool:
-    """Whether a call may read memory by strides that it does not ask for: attention's kernels want
-    a last one of 1, and what is not ATen's may want anything. ATen's core operators take all."""
+    """Whether a call may want strides that it does not ask for."""
+    # Attention's kernels want a last one of 1, others' anything; ATen's core operators take all.
     tags = getattr(node.target, "tags", ())
     plain = torch.Tag.core in tags or torch.Tag.pointwise in tags or _is_of(node, "prims", "prims")
     return node.target is aten.as_strided.default or (node.op == "call_function" and not plain)
@@ -197,8 +196,8 @@ def _restore(
     strides: Sequence[tuple[Any, ...] | None],
     symbols: _Symbols,
 ) -> None:
-    """Give what a call reads the strides that it had: a graph's results all of them, what ATen's
-    kernels read the last one."""
+    """Give what a call reads the strides that it had."""
+    # A graph's results have all of them, what ATen's kernels read the last one.
     leaves, spec = tree_flatten((node.args, node.kwargs))
     last = _is_of(node, "aten") and node.target is not aten.as_strided.default
     for i, (x, wanted) in enumerate(zip(leaves, strides, strict=True)):

@@ -34,7 +34,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 
 
 def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
-    """Apply the rules to a graph, and the option `fp8`; a line for each place that changed."""
+    """Apply the rules, and the option `fp8`; list what changed."""
     scale_first(graph)
     spell(graph)
     share(graph)
@@ -70,7 +70,7 @@ def scale_first(graph: fx.Graph) -> None:
 
 
 def carry(graph: fx.Graph) -> list[str]:
-    """Move factors of rows past products of what a product gave; names of the products."""
+    """Move rows' factors past a second product; names of the products."""
     moved: list[str] = []
     operands: dict[Any, fx.Node] = {}
     for product in [node for node in graph.nodes if node.target is aten.mm.default]:
@@ -94,8 +94,7 @@ def carry(graph: fx.Graph) -> list[str]:
 
 
 def _parts(a: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """The factors of an operand that vary along a row, and those of whole rows; None where nothing
-    is to be moved."""
+    """Part factors that vary along a row from those of whole rows."""
     factors = [*_factors(a)]
     extent = a.meta["val"].shape[-1]
     wide = [x for x in factors if x.meta["val"].ndim and x.meta["val"].shape[-1] == extent]
@@ -123,7 +122,7 @@ def _multiplied(graph: fx.Graph, a: fx.Node, wide: list[fx.Node]) -> fx.Node:
 
 
 def _factors(node: fx.Node) -> Iterator[fx.Node]:
-    """What an operand is a product of; a value that something else needs is not taken apart."""
+    """List an operand's factors; what others need is not taken apart."""
     alone = all(user.target in (*PRODUCTS, *_VIEWS) for user in node.users) or len(node.users) == 1
     source = node.args[0] if node.args else None
     if alone and isinstance(source, fx.Node):
@@ -142,7 +141,7 @@ def _factors(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _last_products(node: fx.Node) -> set[fx.Node]:
-    """Products that a value is computed from with none between, numbers of rows left out."""
+    """Find the last products that a value is computed from."""
     found, seen, pending = set[fx.Node](), set[fx.Node](), [node]
     while pending:
         n = pending.pop()
@@ -160,7 +159,7 @@ def _is_of_rows(node: fx.Node) -> bool:
 
 
 def gather_first(graph: fx.Graph) -> list[str]:
-    """Gather before a number a row is subtracted; names of what is gathered."""
+    """Gather before subtracting a number a row; names of what is gathered."""
     moved: list[str] = []
     for node in [n for n in graph.nodes if n.target is aten.gather.default]:
         rounded, dim, index = node.args[:3]
@@ -188,7 +187,7 @@ def gather_first(graph: fx.Graph) -> list[str]:
 
 
 def sum_of_one(graph: fx.Graph) -> list[str]:
-    """Sum rows that are 0 but at one place without them; names of the sums."""
+    """Sum rows of one number without the zeros; names of the sums."""
     moved: list[str] = []
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         x, dims = node.args[:2]
@@ -214,7 +213,7 @@ def sum_of_one(graph: fx.Graph) -> list[str]:
 
 
 def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:
-    """The index, the number and the columns of rows that are 0 but at an index."""
+    """Read the index, number and columns of rows of one number."""
     if (node := call_of(node, aten.where.self)) is None:
         return None
     at, value, zero = call_of(node.args[0], aten.eq.Tensor), *map(number, node.args[1:])

@@ -1,4 +1,4 @@
-"""How a graph is cut, what its kernels move and why it is as it is: data, and tables for people."""
+"""How a graph is cut, as data and as tables for people."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Shown(BaseModel):
     kernels: list[tuple[str, dict[str, Any]]]
 
     def __repr__(self) -> str:
-        """Say of each product by which kernel it runs, or why not, and what rules changed."""
+        """Say each product's kernel, or why it has none, and rules' changes."""
         steps = [cost for cost in self.steps if not cost.what.endswith(_NO_PART)]
         lines = [f"{cost.step}: {cost.what}" for cost in steps]
         more = f"{len(self.steps) - len(steps)} more calls are PyTorch's"
@@ -72,7 +72,7 @@ class Shown(BaseModel):
 
 
 def shown(known: Cut, kernels: Mapping[Region, Kernel], notes: list[str]) -> Shown:
-    """Describe a graph that is cut, with the kernels of its regions and what rules changed."""
+    """Describe a graph that is cut, its kernels and what rules changed."""
     nodes = [n for n in known.graph.nodes if n.op == "call_function"]
     whole = [_call(n, "") for n in nodes if not _is_free(n)]
     why = {node.name: reason for node, reason in known.why.items()}
@@ -102,7 +102,7 @@ def shown(known: Cut, kernels: Mapping[Region, Kernel], notes: list[str]) -> Sho
 
 
 def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[object, ...]]]]:
-    """List headings, each with rows of what is below it; `verbose` with the whole graph."""
+    """List headings, each with its rows; `verbose` with the whole graph."""
     if verbose:
         yield "graph", [(line,) for line in found.graph]
     yield "rules that fired", [(note,) for note in found.notes]
@@ -126,7 +126,7 @@ def _has_value(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node moves nothing: its result is a view, or no tensor."""
+    """Whether a node moves nothing: it gives a view, or no tensor."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not _has_value(node):
         return True

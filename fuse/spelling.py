@@ -1,4 +1,4 @@
-"""Calls of an ATen graph spelled as the rules and the composer read them.
+"""Calls of an ATen graph, spelled as rules and composer read them.
 
 - A part of a split tensor is a slice, a call of one result: so a region may have the halves that a
   rotation exchanges.
@@ -63,7 +63,7 @@ def spell(graph: fx.Graph) -> None:
 
 
 def spell_parts(graph: fx.Graph) -> None:
-    """Spell parts of a tensor that is split by numbers, or unbound, as calls of one result."""
+    """Spell a split or unbound tensor's parts as calls of one result."""
     for node in [n for n in graph.nodes if n.target in (*_SPLITS, aten.unbind.int)]:
         parts = [] if node.kwargs else _spelled(node)
         for part in [*node.users] if parts else []:
@@ -74,7 +74,7 @@ def spell_parts(graph: fx.Graph) -> None:
 
 
 def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
-    """A call for each part of a tensor; none where it is split by other than numbers."""
+    """List a call for each part, if split by numbers; else none."""
     count = len(node.meta["val"])
     if node.target is aten.unbind.int:
         x, dim = (*node.args, 0)[:2]
@@ -88,7 +88,7 @@ def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def spell_views(graph: fx.Graph) -> None:
-    """Spell as a view what is taken of a dim of one element or put there, and where it is moved."""
+    """Spell as views what takes, puts or moves dims of one element."""
     for node in [n for n in graph.nodes if n.target in _ONES]:
         whole, (*_, x, dim, _) = node.args[0], node.args
         alike = whole.meta["val"].dtype == x.meta["val"].dtype
@@ -112,7 +112,7 @@ def spell_views(graph: fx.Graph) -> None:
 
 
 def spell_products(graph: fx.Graph) -> None:
-    """Spell a batch of one product, as einsum makes it, as that product."""
+    """Spell a batch of one product (einsum's) as that product."""
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         if is_one(node, 0) and node.meta["val"].dtype in SHORT:
             with graph.inserting_before(node):
@@ -136,7 +136,7 @@ def spell_largest(graph: fx.Graph) -> None:
 
 
 def spell_indices(graph: fx.Graph) -> None:
-    """Spell an element of each row, where rows are counted, as what is gathered or scattered."""
+    """Spell an element of each row as what is gathered or scattered."""
     for node in [n for n in graph.nodes if n.target in _INDEXED]:
         x, indices, *rest = node.args
         columns = _columns(x.meta["val"].shape, indices)
@@ -159,7 +159,7 @@ def spell_indices(graph: fx.Graph) -> None:
 
 
 def _columns(shape: torch.Size, indices: Any) -> fx.Node | None:
-    """The last of a tensor's indices, where those before it count its rows."""
+    """Find the last of indices, where those before it count rows."""
     if len(indices) != len(shape) or not all(isinstance(x, fx.Node) for x in indices):
         return None
     *counts, columns = indices
@@ -184,7 +184,7 @@ def _is_counted(node: fx.Node) -> bool:
 
 
 def spell_scatter(graph: fx.Graph) -> None:
-    """Spell what is scattered into rows of zeros, one number a row, as a choice by columns."""
+    """Spell one number a row, scattered into zeros, by comparing columns."""
     for node in [n for n in graph.nodes if n.target in _SCATTERS]:
         zeros, dim, index, source = node.args[:4]
         value = node.meta["val"]
@@ -210,8 +210,7 @@ def spell_scatter(graph: fx.Graph) -> None:
 
 
 def compare_floats(graph: fx.Graph) -> None:
-    """Compare rows' whole numbers with columns' as float32, which kernels take, where it holds
-    these."""
+    """Compare rows' whole numbers with columns' as float32, where it is exact."""
     for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
         counted = [x for x in node.all_input_nodes if _is_counted(_source(x))]
         whole = all(x.meta["val"].dtype == torch.int64 for x in node.all_input_nodes)
@@ -221,7 +220,7 @@ def compare_floats(graph: fx.Graph) -> None:
 
 
 def _source(x: fx.Node) -> fx.Node:
-    """What a value is views of, in which its elements may stand more than once."""
+    """Find what a value is views of, expanded or not."""
     return root(x, aten.expand.default)
 
 
@@ -234,7 +233,7 @@ def _float(graph: fx.Graph, x: fx.Node) -> fx.Node:
 
 
 def join_logsumexp(graph: fx.Graph) -> None:
-    """Let a logarithm of a sum of exponentials be one call, where its largest was taken off."""
+    """Join a logarithm of summed exponentials whose largest was taken off."""
     for log in graph.find_nodes(op="call_function", target=aten.log.default):
         total = call_of(log.args[0], aten.sum.dim_IntList)
         shifted = call_of(None if total is None else call_of(total.args[0], aten.exp.default), None)

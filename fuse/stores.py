@@ -1,4 +1,4 @@
-"""What a region stores: the fewest bytes that others, and the other pass, can compute from."""
+"""What a region stores: the fewest bytes to compute all else from."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from coda_agent.fuse.nodes import (
 
 
 def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
-    """What a kernel of these nodes gives, in the fewest bytes: results of the graph; other values,
-    or the narrower ones that they are made of alone; and what the other pass needs, or what that is
-    cheaply computed from."""
+    """Choose what a kernel of these nodes stores, in the fewest bytes."""
     region = sorted(nodes)
     read = {n: users for n in region if (users := _outside(n, nodes, later=False))}
     given = {n for n, users in read.items() if any(u.op == "output" for u in users)}
@@ -34,10 +32,12 @@ def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def gathered_of(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
-    """What of a region is gathered from what it stores for the other pass: there it is read for
-    nothing. A kernel that selects it beside the logarithm of a sum took 0.4 of 1.7 ms for that, at
-    K = 768 on an H200. What is not for the other pass is to be free as soon as it can be, as logits
-    of a loop's parts are, and has no further reader."""
+    """Find what is gathered from what is stored for the other pass.
+
+    There it is read for nothing: a kernel that selects it beside the logarithm of a sum took 0.4 of
+    1.7 ms for that, at K = 768 on an H200. What is not for the other pass is to be free as soon as
+    it can be, as logits of a loop's parts are, and has no further reader.
+    """
     picked = {node for node in nodes if node.target is torch.ops.aten.gather.default}
     later = [node for node in nodes if picked and _outside(node, nodes, later=True)]
     kept = {x for node in later for x in _roots(node, nodes, stored)}
@@ -45,13 +45,13 @@ def gathered_of(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
 
 
 def _outside(node: fx.Node, nodes: set[fx.Node], *, later: bool) -> list[fx.Node]:
-    """Users of a node beyond some nodes, in the other pass or in its own."""
+    """List users beyond some nodes, in the other pass or its own."""
     return [u for u in node.users if u not in nodes and alike(u, node) != later]
 
 
 def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> None:
-    """Let what follows a region compute from what is stored what is not, and what can be of it in
-    the other pass. Later passes compute once what they find twice."""
+    """Let a region's readers compute what is not stored from what is."""
+    # Later passes compute once what they find twice.
     for later in (False, True):
         kept, copies = _read_later(graph, nodes, stored) if later else stored, {}
         for node in sorted(nodes):
@@ -62,9 +62,9 @@ def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) ->
 
 
 def _read_later(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
-    """What the other pass reads of what is stored. What products alone read there is made of the
-    rest, rounded otherwise; what is compared may not be: the largest of a row is one of its
-    elements."""
+    """Find what the other pass reads of what is stored."""
+    # What products alone read is made of the rest, rounded otherwise; what is compared may not be:
+    # the largest of a row is one of its elements.
     read = set[fx.Node]()
     for node in sorted(nodes):
         if users := _outside(node, nodes, later=True):
@@ -81,8 +81,7 @@ def _unturned(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
 
 
 def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
-    """The value of the fewest bytes that a node is computed from with no other of its extent: the
-    first of those that views make of each other, else the last."""
+    """Find the narrowest value that a node is computed from alone."""
     best, size = node, node.meta["val"].numel()
     while node in nodes and is_cheap(node):
         read = [x for x in node.all_input_nodes if not is_repeated(x)]
@@ -103,7 +102,7 @@ def _again(
     copies: dict[fx.Node, fx.Node],
     like: fx.Node,
 ) -> fx.Node:
-    """A copy of a node, and of those of `nodes` that it is computed from, in the pass of `like`."""
+    """Copy a node, and those of `nodes` that make it, for `like`."""
     if node not in nodes:
         return node
     if node not in copies:
@@ -114,7 +113,7 @@ def _again(
 
 
 def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
-    """Nodes of a region, stored or to be stored, that one is cheaply computed from."""
+    """Find a region's nodes that one is cheaply computed from."""
     roots, seen, pending = set[fx.Node](), set[fx.Node](), [node]
     while pending:
         n = pending.pop()

@@ -1,4 +1,4 @@
-"""Tables of a few numbers that many elements read, such as a rotation's cosines.
+"""Tables of few numbers that many elements read, such as cosines.
 
 Inductor computes again in each kernel what it can: a cosine of each position and angle becomes one
 of each element of all queries and keys, in each layer and pass. On an H200 the rotations of a step
@@ -41,7 +41,7 @@ def hold_tables(graph: fx.Graph) -> list[str]:
 
 
 def _rows(node: fx.Node) -> set[fx.Node]:
-    """What each row has of what is computed with a row's label, compared with all columns."""
+    """Find numbers of rows, used where labels are compared with columns."""
     counted = any(root(x, *SHAPES, *CASTS).target is _IOTA for x in node.all_input_nodes)
     if not counted or numel(node) < WIDE or node.meta["val"].shape[-1] % 16:
         return set()  # Inductor pads the products of odd columns, each with gradients of its own
@@ -55,7 +55,7 @@ def _rows(node: fx.Node) -> set[fx.Node]:
 
 
 def _ends(node: fx.Node) -> set[fx.Node]:
-    """The last nodes made of one, and of nothing larger, that many more elements are made of."""
+    """Find the last nodes, made of one, that many more elements read."""
     ends, pending = set[fx.Node](), [node]
     for x in pending:  # which grows
         for user in filter(is_cheap, x.users):

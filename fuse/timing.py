@@ -1,4 +1,4 @@
-"""Ways to run a graph on a GPU, and which of them is the fastest."""
+"""Ways to run a graph on a GPU, and the fastest one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GPU_ROUNDS = 29
 
 
 class Inductor:
-    """A function of tensors, compiled by Inductor for those of the first call.
+    """A function of tensors, compiled by Inductor for its first call.
 
     ATen's calls are handed to it, as torch.compile hands them after Dynamo, whose guards were asked
     before the graph was reached.
@@ -62,7 +62,7 @@ class Inductor:
 
 
 def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float]]:
-    """The name of the fastest, of those alike the first, and the GPU times of all in us.
+    """Name the fastest, and give the GPU times of all in us.
 
     What the GPU takes decides, in the judge's warm regime: so it is inside a CUDA graph and behind
     other work. Where it takes alike, a loop as Python runs it does: there the host's time counts.
@@ -85,7 +85,7 @@ def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float
 
 
 def times_of(runs: Sequence[Callable[[], Any]]) -> list[Samples]:
-    """Times of a call in a loop, the host's time where that is longer."""
+    """Time calls in loops, by the host's time where it is longer."""
     import torch
 
     from coda_agent.agent.judge.samples import Samples

@@ -1,4 +1,4 @@
-"""A region's kernel beside the calls that it replaces, by numbers, at their own sizes."""
+"""A region's kernel beside the calls that it replaces, by numbers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _LARGE, _PART = 2**29, 2**24
 
 
 def known_fault(region: Region, text: str, device: torch.device) -> str:
-    """Say what `fault` does; of a GPU it is kept in the user's cache by the region with its sizes,
-    the kernel with its tile, the card, how PyTorch multiplies, and the versions."""
+    """Say what `fault` does; a GPU's is kept in the user's cache."""
     if device.type != "cuda":
         return fault(region, text, device)
     function, extents = function_of(text), region.local.extents
@@ -57,7 +56,7 @@ def _multiplication() -> str:
 
 
 def fault(region: Region, text: str, device: torch.device) -> str:
-    """Compare a kernel with PyTorch's calls on numbers drawn at random, both against float64.
+    """Compare a kernel with PyTorch's calls, both against float64, on random numbers.
 
     Args:
         region: What it computes.
@@ -89,9 +88,9 @@ def fault(region: Region, text: str, device: torch.device) -> str:
 
 
 def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """The norm of a difference over that of the truth, where this is finite; by parts, since some
-    results take gigabytes."""
+    """Give a difference's norm over the truth's, where that is finite."""
     found = torch.zeros(2, dtype=torch.float64, device=x.device)
+    # By parts: some results take gigabytes.
     for part, exact in zip(*(v.flatten().split(_PART) for v in (x, truth)), strict=True):
         exact = exact.double()  # FP8 has no isfinite on a GPU
         finite = exact.isfinite()
@@ -127,7 +126,7 @@ def operands_of(region: Region, device: torch.device) -> tuple[Any, Any, list[An
 
 
 def drawn(part: fx.Graph, region: Region, device: torch.device) -> list[Any]:
-    """Draw what a graph around a region takes: numbers about 1; whole ones name a column."""
+    """Draw what a graph takes: numbers about 1; whole ones name columns."""
     generator = torch.Generator(device).manual_seed(0)
     extents, weights = region.local.extents, region.local.b.nodes
     given: list[Any] = []

@@ -1,4 +1,4 @@
-"""A user's function cut into kernels, in a child of its own: what comes out of that is data."""
+"""A user's function cut into kernels in a child, as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed of a product row by row: a loss, and the gradients that products read.
+"""What is computed of a product row by row: losses, and gradients.
 
 Both passes' calls are one zone where all gradients are multiples of one number. Else each pass has
 its own: the forward pass's results are read by the backward pass's as values that are there.
@@ -41,8 +41,7 @@ _PROPORTIONAL = (
 
 
 def zones_of(product: fx.Node) -> tuple[list[Zone], str]:
-    """Find what is computed of a product row by row: in one zone, or in one for each pass,
-    and why.
+    """Find a product's zone, or one for each pass, and why.
 
     Raises:
         Whole: something needs all rows of it at once.
@@ -153,8 +152,8 @@ class Zone:
             self._check_comparisons()
 
     def _check_comparisons(self) -> None:
-        """Check that nothing that is made again is compared with what the forward pass kept of it:
-        rounded otherwise, the largest of a row may be none of its elements."""
+        """Check that nothing made again is compared with what was kept."""
+        # Rounded otherwise, the largest of a row may be none of its elements.
         made = _made_of(self.product.graph, [self.product])
         for node in self.nodes:
             if node.target in _COMPARED and made.issuperset(node.all_input_nodes):
@@ -162,11 +161,11 @@ class Zone:
                     raise Whole(f"{node.name} compares it with what was made of it before")
 
     def is_own(self, node: fx.Node) -> bool:
-        """Whether a node is of the zone's pass, and not made in it again."""
+        """Whether a node is of the zone's pass, not made there again."""
         return self.late is None or (node in self.late) == self.again
 
     def _is_left(self, node: fx.Node) -> bool:
-        """Whether a node is none of the zone: of the other pass, or what that gives of each row."""
+        """Whether a node is the other pass's, and not made again."""
         made_again = self.again and (self.is_wide(node) or node.target in TURNS)
         return not self.is_own(node) and not made_again
 
@@ -184,8 +183,7 @@ class Zone:
             raise Whole(f"{node.name} reads it whole")
 
     def _add_as_wide(self) -> None:
-        """Add what is as wide and not made of the product, such as rows of zeros and a one, or a
-        teacher's logits."""
+        """Add what is as wide and not the product's: a teacher's logits."""
         wide = set[fx.Node]()
         for node in self.product.graph.nodes:
             if self.is_wide(node) or not wide.isdisjoint(node.all_input_nodes):
@@ -197,7 +195,7 @@ class Zone:
                     self.nodes[node] = None
 
     def _find_tangent(self) -> None:
-        """Find the gradient of the loss, and whether all is proportional to it."""
+        """Find the loss's gradient; check that all is proportional to it."""
         for node in self.product.graph.nodes:
             if is_tangent(node) and node in self.needed:
                 if self.tangent is not None or node.meta["val"].ndim:
@@ -212,7 +210,7 @@ class Zone:
                 self.scaled.add(node)
 
     def _is_proportional(self, node: fx.Node) -> bool:
-        """Whether a node's value is a multiple of the tangent, as those are that it reads."""
+        """Whether a node's value is a multiple of the tangent."""
         scaled = [x in self.scaled for x in node.args if isinstance(x, fx.Node)]
         if node.target in _PROPORTIONAL:
             return True
@@ -238,7 +236,7 @@ class Zone:
         return any(node in late and self.is_wide(node) for node in self.nodes) or bool(self.turned)
 
     def is_head(self) -> bool:
-        """Whether the product is of the pass and wide, and no other product reads what follows."""
+        """Whether the product is wide, and no other reads what follows."""
         shorter = self.product.all_input_nodes[-1].meta["val"].shape[0] < self.columns
         ends = [node for node in self.ends if node.target in PLAIN]
         return shorter and not ends and self.is_own(self.product)
@@ -248,7 +246,7 @@ class Zone:
         return node in self.nodes or node in self.turned
 
     def kind(self, node: Any) -> int:
-        """Columns of the rows of a node's value; 0 where it has no such rows."""
+        """Count the columns of a value's rows; 0 without such rows."""
         value = _first(node) if isinstance(node, fx.Node) else None
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return 0
@@ -261,15 +259,15 @@ class Zone:
         return width if known and value.numel() == self.rows * width else 0
 
     def is_wide(self, node: Any) -> bool:
-        """Whether a node's value has as many rows and columns as the product."""
+        """Whether a node's value has the product's rows and columns."""
         return self.kind(node) == self.columns
 
     def is_narrow(self, node: fx.Node) -> bool:
-        """Whether a node's value is a tensor of as many rows, and of fewer columns."""
+        """Whether a node gives a tensor of these rows, with fewer columns."""
         return 0 < self.kind(node) < self.columns and node.target is not aten.topk.default
 
     def _is_row_by_row(self, node: fx.Node) -> bool:
-        """Whether each row of a node's value is made of the same row of what it reads."""
+        """Whether a node makes each row of the same row of inputs."""
         kind, turned = self.kind(node), not self.turned.isdisjoint(node.all_input_nodes)
         if node.op != "call_function" or not kind or turned:
             return False
@@ -287,11 +285,11 @@ class Zone:
         return is_pointwise(node) and all(self._aligns(x, shape) for x in node.all_input_nodes)
 
     def _has_columns_last(self, node: fx.Node) -> bool:
-        """Whether a node's value has several columns, and they are its last dim."""
+        """Whether a node's value has several columns as its last dim."""
         return 1 < self.kind(node) == _first(node).shape[-1]
 
     def _is_along_row(self, node: fx.Node) -> bool:
-        """Whether a reduction takes the columns of each row, or a gathering picks among them."""
+        """Whether a node reduces each row's columns, or gathers among them."""
         x: Any
         dims: Any
         x, dims, index = (*node.args, None, None)[:3]
@@ -318,7 +316,7 @@ class Zone:
         )
 
     def _aligns(self, node: fx.Node, shape: Sequence[int]) -> bool:
-        """Whether a node's value is broadcast to a shape by whole rows or whole columns."""
+        """Whether a value is broadcast by whole rows or whole columns."""
         own = padded(node, shape)
         if own[:-1] == (*shape[:-1],) and own[-1] in (1, shape[-1]):
             return True
