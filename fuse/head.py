@@ -108,16 +108,16 @@ class _Rows:
         """Replace the zone; rows at a time."""
         zone, graph = self.zone, self.graph
         count = -(-bytes_of([zone.product]) // LOGITS)
-        step = -(-zone.rows // count // _TILE) * _TILE
-        leaving = [n for n in zone.nodes if zone.is_narrow(n) and self._leaves(n)]
+        step = -(-zone.layout.rows // count // _TILE) * _TILE
+        leaving = [n for n in zone.nodes if zone.layout.is_narrow(n) and self._leaves(n)]
         parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in (*leaving, *zone.ends)}
         with graph.inserting_before(graph.output_node()):
             self._make_ones()
             if zone.again:
                 tangents = sorted(filter(is_tangent, ancestors([*zone.nodes, *zone.ends])))
                 self.ready = self._known(tangents[:1])
-            for start in range(0, zone.rows, step):
-                some = _Some(self, start, min(start + step, zone.rows))
+            for start in range(0, zone.layout.rows, step):
+                some = _Some(self, start, min(start + step, zone.layout.rows))
                 for node, found in parts.items():
                     found.append(some.values[node])
                     if self._is_total(node) and len(found) > 1:
@@ -208,7 +208,8 @@ class _Some:
     """
 
     def __init__(self, rows: _Rows, start: int, stop: int) -> None:
-        self._rows, self._zone, self._make = rows, rows.zone, rows.make
+        self._rows, self._make = rows, rows.make
+        self._zone, self._layout = rows.zone, rows.zone.layout
         self._start, self._stop = start, stop
         self.values: dict[fx.Node, fx.Node] = {}
         self._numbers: dict[fx.Node, fx.Node] = {}
@@ -230,14 +231,14 @@ class _Some:
             return make(target, *map(give, bias), a, b, **kwargs)
         x = args[0]
         if target in SAME:
-            x, shape = give(x), [self._stop - self._start, self._zone.kind(node)]
+            x, shape = give(x), [self._stop - self._start, self._layout.kind(node)]
             return x if [*x.meta["val"].shape] == shape else make(aten.expand.default, x, shape)
         if target is aten.gather.default:
             return make(target, give(x), 1, give(args[2]))
         if target is aten.topk.default:
             return make(target, give(x), args[1], 1, *args[3:])
         if target in SCATTERED:
-            source, shape = give(args[3]), [self._stop - self._start, self._zone.columns]
+            source, shape = give(args[3]), [self._stop - self._start, self._layout.columns]
             zeros = constant(self._rows.graph, 0.0, like=source, shape=shape)
             return make(target, zeros, 1, give(args[2]), source)
         if target in REDUCED:
@@ -274,16 +275,16 @@ class _Some:
         x, own = self._rows.ones.get(x, x), padded(x, shape)
         if math.prod(own) == 1:
             return self._make(aten.view.default, x, [1]) if len(value.shape) > 2 else x
-        columns = own[-1] if self._zone.kind(node) > 1 else 1
+        columns = own[-1] if self._layout.kind(node) > 1 else 1
         if columns > 1 and math.prod(own[:-1]) == 1:
             return self._make(aten.view.default, x, [1, columns])
-        if columns == 1 and math.prod(own) == self._zone.rows:
+        if columns == 1 and math.prod(own) == self._layout.rows:
             return self._number(x)
-        whole = [*shape[:-1], columns] if self._zone.kind(node) > 1 else [*shape]
+        whole = [*shape[:-1], columns] if self._layout.kind(node) > 1 else [*shape]
         if [*value.shape] != whole:
             x = self._make(aten.expand.default, x, whole)
         if len(whole) != 2 or whole[1] != columns:
-            x = self._make(aten.reshape.default, x, [self._zone.rows, columns])
+            x = self._make(aten.reshape.default, x, [self._layout.rows, columns])
         return self._slice(x, 0)
 
     def _number(self, x: fx.Node) -> fx.Node:
@@ -291,7 +292,7 @@ class _Some:
         # Cut from all rows' ones, what is held of them were one table, and Inductor joined all
         # rows' gradients that read it.
         if x not in self._numbers:
-            inputs, rows = x.all_input_nodes, self._zone.rows
+            inputs, rows = x.all_input_nodes, self._layout.rows
             plain = {numel(i) for i in inputs if i.meta["val"].ndim} == {rows}
             if plain and x.target in VIEWS and x.target not in TURNS:
                 found = self._number(inputs[0])

@@ -178,7 +178,7 @@ def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
         nodes = _grown(known, products, without, stored=along)
         if not nodes.issuperset(products):
             return "needs another product of its own A"
-        stored = stored_of(known.graph, nodes)
+        stored = stored_of(nodes)
         if picked := gathered_of(nodes, stored):
             without |= picked
             continue

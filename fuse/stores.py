@@ -20,7 +20,7 @@ from coda_agent.fuse.nodes import (
 )
 
 
-def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
+def stored_of(nodes: set[fx.Node]) -> set[fx.Node]:
     """Choose what a kernel of these nodes stores, in the fewest bytes."""
     region = sorted(nodes)
     read = {n: users for n in region if (users := _outside(n, nodes, later=False))}
@@ -53,7 +53,7 @@ def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) ->
     """Let a region's readers compute what is not stored from what is."""
     # Later passes compute once what they find twice.
     for later in (False, True):
-        kept, copies = _read_later(graph, nodes, stored) if later else stored, {}
+        kept, copies = _read_later(nodes, stored) if later else stored, {}
         for node in sorted(nodes):
             users, others = _outside(node, nodes, later=later), kept - {node}
             if users and (later or node not in stored) and _roots(node, nodes, others) <= others:
@@ -61,7 +61,7 @@ def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) ->
                 node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
 
 
-def _read_later(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
+def _read_later(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
     """Find what the other pass reads of what is stored."""
     # What products alone read is made of the rest, rounded otherwise; what is compared may not be:
     # the largest of a row is one of its elements.

@@ -89,161 +89,19 @@ class Whole(Exception):
     """Why some rows are not enough."""
 
 
-@dataclass
-class Zone:
-    """What is computed of a product row by row.
+class Layout:
+    """A product's rows and columns, by which values are told apart.
 
     Attributes:
-        product: It.
-        late: What depends on gradients of the graph's results, where a zone is of one pass alone.
-        again: Whether it is of the backward pass then, and what is as wide is made there again.
-        nodes: Whose values have such rows, of as many columns or of one.
-        ends: Products of these rows, and sums over them: gradients.
-        turned: Transposes that `ends` read.
-        needed: They, and what they are computed from.
-        tangent: The gradient of the loss, which all results of the backward pass are multiples of.
-        scaled: What depends on it, of the graph.
         rows: Of the product.
         columns: Of it.
         picked: As many columns as are gathered of it, or are its largest.
     """
 
-    product: fx.Node
-    late: Set[fx.Node] | None = None
-    again: bool = False
-    nodes: dict[fx.Node, None] = field(default_factory=dict)
-    ends: list[fx.Node] = field(default_factory=list)
-    turned: set[fx.Node] = field(default_factory=set)
-    needed: set[fx.Node] = field(default_factory=set)
-    tangent: fx.Node | None = None
-    scaled: set[fx.Node] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.rows, self.columns = self.product.meta["val"].shape
-        values = [_first(n) for n in self.product.graph.nodes if n.target in _PICKING]
+    def __init__(self, product: fx.Node) -> None:
+        self.rows, self.columns = product.meta["val"].shape
+        values = [_first(n) for n in product.graph.nodes if n.target in _PICKING]
         self.picked = {value.shape[-1] for value in values if value.ndim}
-
-    def find(self) -> None:
-        """Find what is computed of the product row by row.
-
-        Raises:
-            Whole: something needs all rows of it at once.
-        """
-        self.nodes[self.product] = None
-        for node in self.product.graph.nodes:
-            if any(map(self.has, node.all_input_nodes)) and not self._is_left(node):
-                self._add(node)
-        self._add_as_wide()
-        wide = {node for node in self.nodes if self.is_wide(node)}
-        inside = [n for n in self.nodes if n in wide or not wide.isdisjoint(n.all_input_nodes)]
-        inside += [n for n in self.nodes if n.target is operator.getitem]
-        inside = [n for n in inside if self.is_own(n)]
-        self.needed = ancestors([*self.ends, *inside])
-        self.nodes = {
-            n: None for n in self.product.graph.nodes if n in self.nodes and n in self.needed
-        }
-        read = [x for node in (*self.nodes, *self.ends) for x in node.all_input_nodes]
-        own = filter(self.is_own, self.nodes)
-        if not ancestors(x for x in read if not self.has(x)).isdisjoint(own):
-            raise Whole("a gradient needs a value of all rows")
-        if self.late is None:
-            self._find_tangent()
-        if self.again:
-            self._check_comparisons()
-
-    def _check_comparisons(self) -> None:
-        """Check that nothing made again is compared with what was kept."""
-        # Rounded otherwise, the largest of a row may be none of its elements.
-        made = _made_of(self.product.graph, [self.product])
-        for node in self.nodes:
-            if node.target in _COMPARED and made.issuperset(node.all_input_nodes):
-                if len({*map(self.kind, node.all_input_nodes)}) > 1:
-                    raise Whole(f"{node.name} compares it with what was made of it before")
-
-    def is_own(self, node: fx.Node) -> bool:
-        """Whether a node is of the zone's pass, not made there again."""
-        return self.late is None or (node in self.late) == self.again
-
-    def _is_left(self, node: fx.Node) -> bool:
-        """Whether a node is the other pass's, and not made again."""
-        made_again = self.again and (self.is_wide(node) or node.target in TURNS)
-        return not self.is_own(node) and not made_again
-
-    def _add(self, node: fx.Node) -> None:
-        """Add what reads a node of the zone, or leave it behind."""
-        if self._is_row_by_row(node):
-            self.nodes[node] = None
-        elif self._is_turn(node):
-            self.turned.add(node)
-        elif self._is_end(node):
-            self.ends.append(node)
-        elif any(x in self.turned or self.is_wide(x) for x in node.all_input_nodes if self.has(x)):
-            if node.op == "output":
-                raise Whole("it is a result (of a graph break?)")
-            raise Whole(f"{node.name} reads it whole")
-
-    def _add_as_wide(self) -> None:
-        """Add what is as wide and not the product's: a teacher's logits."""
-        wide = set[fx.Node]()
-        for node in self.product.graph.nodes:
-            if self.is_wide(node) or not wide.isdisjoint(node.all_input_nodes):
-                wide.add(node)
-        for node in reversed(self.product.graph.nodes):
-            read = node in wide and any(user in self.nodes for user in node.users)
-            if read and not self.has(node) and not self._is_left(node):
-                if self._is_row_by_row(node) or (node.target in PLAIN and self.is_wide(node)):
-                    self.nodes[node] = None
-
-    def _find_tangent(self) -> None:
-        """Find the loss's gradient; check that all is proportional to it."""
-        for node in self.product.graph.nodes:
-            if is_tangent(node) and node in self.needed:
-                if self.tangent is not None or node.meta["val"].ndim:
-                    raise Whole("its gradient is not of one loss")
-                self.tangent = node
-                self.scaled.add(node)
-            elif not self.scaled.isdisjoint(node.all_input_nodes):
-                if node in self.needed and node.meta["val"].dtype is torch.float16:
-                    raise Whole(SCALED)
-                if node in self.needed and not self._is_proportional(node):
-                    raise Whole(f"{node.name} is not proportional to the loss's gradient")
-                self.scaled.add(node)
-
-    def _is_proportional(self, node: fx.Node) -> bool:
-        """Whether a node's value is a multiple of the tangent."""
-        scaled = [x in self.scaled for x in node.args if isinstance(x, fx.Node)]
-        if node.target in _PROPORTIONAL:
-            return True
-        if node.target in (aten.mul.Tensor, aten.mm.default):
-            return sum(scaled) == 1
-        if node.target is torch.ops.prims.fma.default:
-            return sum(scaled[:2]) == 1 and scaled[2]
-        if node.target in SCATTERED:
-            return is_zeros(node.all_input_nodes[0])
-        if node.target is aten.div.Tensor:
-            return node.args[0] in self.scaled and node.args[1] not in self.scaled
-        if node.target in (aten.add.Tensor, aten.sub.Tensor):
-            return scaled == [True, True]
-        if node.target is aten.where.self:
-            condition, *others = node.args
-            zero = all(x in self.scaled or number(x) == 0 for x in others)
-            return condition not in self.scaled and zero
-        return False
-
-    def has_gradients(self) -> bool:
-        """Whether gradients of the product are among what is computed."""
-        late = self.late or self.scaled
-        return any(node in late and self.is_wide(node) for node in self.nodes) or bool(self.turned)
-
-    def is_head(self) -> bool:
-        """Whether the product is wide, and no other reads what follows."""
-        shorter = self.product.all_input_nodes[-1].meta["val"].shape[0] < self.columns
-        ends = [node for node in self.ends if node.target in PLAIN]
-        return shorter and not ends and self.is_own(self.product)
-
-    def has(self, node: fx.Node) -> bool:
-        """Whether a node is computed some rows at a time."""
-        return node in self.nodes or node in self.turned
 
     def kind(self, node: Any) -> int:
         """Count the columns of a value's rows; 0 without such rows."""
@@ -266,43 +124,25 @@ class Zone:
         """Whether a node gives a tensor of these rows, with fewer columns."""
         return 0 < self.kind(node) < self.columns and node.target is not aten.topk.default
 
-    def _is_row_by_row(self, node: fx.Node) -> bool:
-        """Whether a node makes each row of the same row of inputs."""
-        kind, turned = self.kind(node), not self.turned.isdisjoint(node.all_input_nodes)
-        if node.op != "call_function" or not kind or turned:
-            return False
-        if node.target in SAME:
-            (x,) = node.all_input_nodes[:1]
-            wider = node.target is aten.expand.default and self._aligns(x, node.meta["val"].shape)
-            return wider or (kind == self.kind(x) and node.target not in TURNS)
-        if node.target in (*REDUCED, *_PICKING):
-            return self._is_along_row(node)
-        if node.target in SCATTERED:
-            return self._is_scattered(node)
-        if node.target is operator.getitem:
-            return node.args[0] in self.nodes
-        shape = node.meta["val"].shape
-        return is_pointwise(node) and all(self._aligns(x, shape) for x in node.all_input_nodes)
-
-    def _has_columns_last(self, node: fx.Node) -> bool:
+    def has_columns_last(self, node: fx.Node) -> bool:
         """Whether a node's value has several columns as its last dim."""
         return 1 < self.kind(node) == _first(node).shape[-1]
 
-    def _is_along_row(self, node: fx.Node) -> bool:
+    def is_along_row(self, node: fx.Node) -> bool:
         """Whether a node reduces each row's columns, or gathers among them."""
         x: Any
         dims: Any
         x, dims, index = (*node.args, None, None)[:3]
         if node.target is aten.topk.default:
             dims = -1 if index is None else index
-        if not self._has_columns_last(x) or dims is None:
+        if not self.has_columns_last(x) or dims is None:
             return False
         ndim = x.meta["val"].ndim
         if [d % ndim for d in (dims if isinstance(dims, list) else [dims])] != [ndim - 1]:
             return False
         return node.target is not aten.gather.default or self.kind(index) > 0
 
-    def _is_scattered(self, node: fx.Node) -> bool:
+    def is_scattered(self, node: fx.Node) -> bool:
         """Whether rows of numbers are scattered into rows of zeros."""
         args: Any = node.args
         zeros, dim, index, source = args[:4]
@@ -315,6 +155,157 @@ class Zone:
             and self.is_wide(node)
         )
 
+
+@dataclass
+class Zone:
+    """What is computed of a product row by row.
+
+    Attributes:
+        product: It.
+        late: What depends on gradients of the graph's results, where a zone is of one pass alone.
+        again: Whether it is of the backward pass then, and what is as wide is made there again.
+        nodes: Whose values have such rows, of as many columns or of one.
+        ends: Products of these rows, and sums over them: gradients.
+        turned: Transposes that `ends` read.
+        needed: They, and what they are computed from.
+        tangent: The gradient of the loss, which all results of the backward pass are multiples of.
+        scaled: What depends on it, of the graph.
+        layout: Of the product, by which values are told apart.
+    """
+
+    product: fx.Node
+    late: Set[fx.Node] | None = None
+    again: bool = False
+    nodes: dict[fx.Node, None] = field(default_factory=dict)
+    ends: list[fx.Node] = field(default_factory=list)
+    turned: set[fx.Node] = field(default_factory=set)
+    needed: set[fx.Node] = field(default_factory=set)
+    tangent: fx.Node | None = None
+    scaled: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(self.product)
+
+    def find(self) -> None:
+        """Find what is computed of the product row by row.
+
+        Raises:
+            Whole: something needs all rows of it at once.
+        """
+        self.nodes[self.product] = None
+        for node in self.product.graph.nodes:
+            if any(map(self.has, node.all_input_nodes)) and not self._is_left(node):
+                self._add(node)
+        self._add_as_wide()
+        wide = {node for node in self.nodes if self.layout.is_wide(node)}
+        inside = [n for n in self.nodes if n in wide or not wide.isdisjoint(n.all_input_nodes)]
+        inside += [n for n in self.nodes if n.target is operator.getitem]
+        inside = [n for n in inside if self.is_own(n)]
+        self.needed = ancestors([*self.ends, *inside])
+        self.nodes = {
+            n: None for n in self.product.graph.nodes if n in self.nodes and n in self.needed
+        }
+        read = [x for node in (*self.nodes, *self.ends) for x in node.all_input_nodes]
+        own = filter(self.is_own, self.nodes)
+        if not ancestors(x for x in read if not self.has(x)).isdisjoint(own):
+            raise Whole("a gradient needs a value of all rows")
+        if self.late is None:
+            self._find_tangent()
+        if self.again:
+            self._check_comparisons()
+
+    def _check_comparisons(self) -> None:
+        """Check that nothing made again is compared with what was kept."""
+        # Rounded otherwise, the largest of a row may be none of its elements.
+        made = _made_of(self.product.graph, [self.product])
+        for node in self.nodes:
+            if node.target in _COMPARED and made.issuperset(node.all_input_nodes):
+                if len({*map(self.layout.kind, node.all_input_nodes)}) > 1:
+                    raise Whole(f"{node.name} compares it with what was made of it before")
+
+    def is_own(self, node: fx.Node) -> bool:
+        """Whether a node is of the zone's pass, not made there again."""
+        return self.late is None or (node in self.late) == self.again
+
+    def _is_left(self, node: fx.Node) -> bool:
+        """Whether a node is the other pass's, and not made again."""
+        made_again = self.again and (self.layout.is_wide(node) or node.target in TURNS)
+        return not self.is_own(node) and not made_again
+
+    def _add(self, node: fx.Node) -> None:
+        """Add what reads a node of the zone, or leave it behind."""
+        read = filter(self.has, node.all_input_nodes)
+        if self._is_row_by_row(node):
+            self.nodes[node] = None
+        elif self._is_turn(node):
+            self.turned.add(node)
+        elif self._is_end(node):
+            self.ends.append(node)
+        elif any(x in self.turned or self.layout.is_wide(x) for x in read):
+            if node.op == "output":
+                raise Whole("it is a result (of a graph break?)")
+            raise Whole(f"{node.name} reads it whole")
+
+    def _add_as_wide(self) -> None:
+        """Add what is as wide and not the product's: a teacher's logits."""
+        wide, is_wide = set[fx.Node](), self.layout.is_wide
+        for node in self.product.graph.nodes:
+            if is_wide(node) or not wide.isdisjoint(node.all_input_nodes):
+                wide.add(node)
+        for node in reversed(self.product.graph.nodes):
+            read = node in wide and any(user in self.nodes for user in node.users)
+            if read and not self.has(node) and not self._is_left(node):
+                if self._is_row_by_row(node) or (node.target in PLAIN and is_wide(node)):
+                    self.nodes[node] = None
+
+    def _find_tangent(self) -> None:
+        """Find the loss's gradient; check that all is proportional to it."""
+        for node in self.product.graph.nodes:
+            if is_tangent(node) and node in self.needed:
+                if self.tangent is not None or node.meta["val"].ndim:
+                    raise Whole("its gradient is not of one loss")
+                self.tangent = node
+                self.scaled.add(node)
+            elif not self.scaled.isdisjoint(node.all_input_nodes):
+                if node in self.needed and node.meta["val"].dtype is torch.float16:
+                    raise Whole(SCALED)
+                if node in self.needed and not _is_proportional(node, self.scaled):
+                    raise Whole(f"{node.name} is not proportional to the loss's gradient")
+                self.scaled.add(node)
+
+    def has_gradients(self) -> bool:
+        """Whether gradients of the product are among what is computed."""
+        late = self.late or self.scaled
+        return bool(self.turned) or any(n in late and self.layout.is_wide(n) for n in self.nodes)
+
+    def is_head(self) -> bool:
+        """Whether the product is wide, and no other reads what follows."""
+        shorter = self.product.all_input_nodes[-1].meta["val"].shape[0] < self.layout.columns
+        ends = [node for node in self.ends if node.target in PLAIN]
+        return shorter and not ends and self.is_own(self.product)
+
+    def has(self, node: Any) -> bool:
+        """Whether a node is computed some rows at a time."""
+        return node in self.nodes or node in self.turned
+
+    def _is_row_by_row(self, node: fx.Node) -> bool:
+        """Whether a node makes each row of the same row of inputs."""
+        kind, turned = self.layout.kind(node), not self.turned.isdisjoint(node.all_input_nodes)
+        if node.op != "call_function" or not kind or turned:
+            return False
+        if node.target in SAME:
+            (x,) = node.all_input_nodes[:1]
+            wider = node.target is aten.expand.default and self._aligns(x, node.meta["val"].shape)
+            return wider or (kind == self.layout.kind(x) and node.target not in TURNS)
+        if node.target in (*REDUCED, *_PICKING):
+            return self.layout.is_along_row(node)
+        if node.target in SCATTERED:
+            return self.layout.is_scattered(node)
+        if node.target is operator.getitem:
+            return node.args[0] in self.nodes
+        shape = node.meta["val"].shape
+        return is_pointwise(node) and all(self._aligns(x, shape) for x in node.all_input_nodes)
+
     def _aligns(self, node: fx.Node, shape: Sequence[int]) -> bool:
         """Whether a value is broadcast by whole rows or whole columns."""
         own = padded(node, shape)
@@ -325,29 +316,47 @@ class Zone:
     def _is_turn(self, node: fx.Node) -> bool:
         """Whether a node is a matrix of these rows, transposed."""
         x: Any = node.args[0] if node.args else None
-        return (
-            node.target in TURNS
-            and x in self.nodes
-            and self.is_wide(x)
-            and padded(x, ()) == (self.rows, self.columns)
-        )
+        shape = self.layout.rows, self.layout.columns
+        return node.target in TURNS and x in self.nodes and padded(x, ()) == shape
 
     def _is_end(self, node: fx.Node) -> bool:
         """Whether a node multiplies these rows with others, or sums them."""
         if node.target in (aten.sum.default, aten.mean.default):
-            return self.kind(node.args[0]) > (self.late is not None)
+            return self.layout.kind(node.args[0]) > (self.late is not None)
         if node.target is aten.sum.dim_IntList:
             x: Any
             dims: Any
             x, dims = node.args[:2]
             rows = [*range(x.meta["val"].ndim - 1)]
-            return self.is_wide(x) and self._has_columns_last(x) and [*dims] == rows
+            return self.layout.is_wide(x) and self.layout.has_columns_last(x) and [*dims] == rows
         if node.target is not aten.mm.default:
             return False
         one, other = node.args
-        if one in self.turned or self.is_wide(one):
-            return not self.has(other)  # pyright: ignore[reportArgumentType]
-        return self.is_wide(other) and not self.has(one)  # pyright: ignore[reportArgumentType]
+        if one in self.turned or self.layout.is_wide(one):
+            return not self.has(other)
+        return self.layout.is_wide(other) and not self.has(one)
+
+
+def _is_proportional(node: fx.Node, scaled: Set[fx.Node]) -> bool:
+    """Whether a value is the tangent's multiple, as those in `scaled` are."""
+    read = [x in scaled for x in node.args if isinstance(x, fx.Node)]
+    if node.target in _PROPORTIONAL:
+        return True
+    if node.target in (aten.mul.Tensor, aten.mm.default):
+        return sum(read) == 1
+    if node.target is torch.ops.prims.fma.default:
+        return sum(read[:2]) == 1 and read[2]
+    if node.target in SCATTERED:
+        return is_zeros(node.all_input_nodes[0])
+    if node.target is aten.div.Tensor:
+        return node.args[0] in scaled and node.args[1] not in scaled
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        return read == [True, True]
+    if node.target is aten.where.self:
+        condition, *others = node.args
+        zero = all(x in scaled or number(x) == 0 for x in others)
+        return condition not in scaled and zero
+    return False
 
 
 def _first(node: fx.Node) -> Any:
