@@ -15,11 +15,9 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.calls import ancestors
-from coda_agent.agent.authors.composer.join import Composition
-from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.fuse.kernels import called
 from coda_agent.fuse.nodes import VIEWS, alike, entered, evaluate, is_cheap
-from coda_agent.fuse.regions import Cut, Region, extracted
+from coda_agent.fuse.regions import Cut, Region, extracted, ports_of
 
 aten = torch.ops.aten
 _REDUCED = (
@@ -47,7 +45,7 @@ class Around:
     def packed(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Make what `once` names of what `part` takes."""
         known = self.region.composition
-        ports = [port for port in _ports(known) if port.name in self.once]
+        ports = [port for port in ports_of(known) if port.name in self.once]
         wanted = ancestors(self.places[node] for port in ports for node in port.nodes)
         values = entered(self.part, inputs)
         evaluate([node for node in self.part.nodes if node in wanted], values)
@@ -109,7 +107,7 @@ def around(known: Cut, region: Region, constants: Collection[fx.Node] = ()) -> A
     what is made of them.
     """
     others = Cut(known.graph, [other for other in known.regions if other is not region])
-    taken = {node for other in others.regions for node in other.nodes}
+    taken = {*others.taken}
     first = min(region.nodes)
     needed = ancestors(region.inputs, first)
     found, pending = set(region.nodes), [user for node in region.outputs for user in node.users]
@@ -121,12 +119,8 @@ def around(known: Cut, region: Region, constants: Collection[fx.Node] = ()) -> A
                 pending += node.users
     outputs = {n for n in found if any(u not in found for u in n.users)}
     part, originals = extracted(others, found, outputs)
-    once = (p.name for p in _ports(region.composition) if p.packed and {*p.nodes} <= {*constants})
+    once = (p.name for p in ports_of(region.composition) if p.packed and {*p.nodes} <= {*constants})
     return Around(part, region, {node: copy for copy, node in originals.items()}, tuple(once))
-
-
-def _ports(known: Composition) -> list[Port]:
-    return [known.a, known.b, *known.operands.values()]
 
 
 def _is_fused(node: fx.Node) -> bool:

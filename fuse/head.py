@@ -24,12 +24,13 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.fuse.nodes import (
-    CASTS,
     PLAIN,
+    SCATTERED,
     SUM,
     TURNS,
     VIEWS,
     bytes_of,
+    cast_to,
     constant,
     copied,
     is_pointwise,
@@ -37,16 +38,7 @@ from coda_agent.fuse.nodes import (
     numel,
     padded,
 )
-from coda_agent.fuse.zone import (
-    REDUCED,
-    SAME,
-    SCALED,
-    SCATTERED,
-    Whole,
-    Zone,
-    is_tangent,
-    zones_of,
-)
+from coda_agent.fuse.zone import REDUCED, SAME, SCALED, Whole, Zone, is_tangent, zones_of
 
 aten = torch.ops.aten
 LOGITS = 1 << 30
@@ -135,12 +127,6 @@ class _Rows:
         graph.eliminate_dead_code()
         return step
 
-    def cast(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        """Append a cast, where there is something to cast."""
-        if node.meta["val"].dtype == dtype:
-            return node
-        return make(self.graph, CASTS[-1], node, dtype, like=like)
-
     def _leaves(self, node: fx.Node) -> bool:
         if self.zone.late is not None:
             return True  # what is made again reads it, or nothing does
@@ -195,9 +181,9 @@ class _Rows:
         """Multiply by the tangent what is proportional to it; restore its type."""
         zone = self.zone
         if node in zone.scaled and zone.tangent is not None:
-            x = self.cast(x, torch.float32, node)
+            x = cast_to(x, torch.float32, like=node)
             x = make(self.graph, aten.mul.Tensor, x, zone.tangent, like=node)
-        return self.cast(x, node.meta["val"].dtype, node)
+        return cast_to(x, node.meta["val"].dtype, like=node)
 
 
 class _Some:
@@ -253,7 +239,7 @@ class _Some:
         args: Any = node.args
         target: Any = node.target
         if target not in PLAIN:
-            wide = self._rows.cast(values[args[0]], torch.float32, zone.product)
+            wide = cast_to(values[args[0]], torch.float32, like=zone.product)
             columns = target is aten.sum.dim_IntList
             return self._make(target if columns else aten.sum.default, wide, *([[0]] * columns))
         one: Any = args[0]
@@ -265,7 +251,7 @@ class _Some:
             part = self._make(target, turned, self._slice(other, 0))
         else:
             part = self._make(target, self._slice(one, 1), values[other])
-        return self._rows.cast(part, torch.float32, zone.product)
+        return cast_to(part, torch.float32, like=zone.product)
 
     def _given(self, x: fx.Node, node: fx.Node) -> fx.Node:
         """Give what a node reads for these rows, as a matrix."""
@@ -293,13 +279,14 @@ class _Some:
         # rows' gradients that read it.
         if x not in self._numbers:
             inputs, rows = x.all_input_nodes, self._layout.rows
+            target: Any = x.target
             plain = {numel(i) for i in inputs if i.meta["val"].ndim} == {rows}
-            if plain and x.target in VIEWS and x.target not in TURNS:
+            if plain and target in VIEWS and target not in TURNS:
                 found = self._number(inputs[0])
-            elif plain and x.target not in VIEWS and is_pointwise(x):
+            elif plain and target not in VIEWS and is_pointwise(x):
                 own = {i: self._number(i) if i.meta["val"].ndim else i for i in inputs}
                 args: Any = fx.map_arg((x.args, x.kwargs), own.__getitem__)
-                found = self._make(x.target, *args[0], **args[1])
+                found = self._make(target, *args[0], **args[1])
             else:
                 found = self._slice(self._make(aten.reshape.default, x, [rows, 1]), 0)
             self._numbers[x] = found

@@ -14,7 +14,7 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port, Sized
-from coda_agent.fuse.regions import Cut, Region, cut
+from coda_agent.fuse.regions import Cut, Region, cut, ports_of
 from coda_agent.primitives.errors import MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
@@ -174,8 +174,7 @@ def _types(spec: Spec, left_out: Sequence[str] = ()) -> list[str]:
 def _types_of(composition: Composition) -> list[str]:
     """List a composition's types; "T" is that of A in 16 bits."""
     program, outputs = composition.program, {p.name: p for p in composition.outputs.values()}
-    ports = [composition.a, composition.b, *composition.operands.values()]
-    types = [dtype_name(port.dtype) for port in ports]
+    types = [dtype_name(port.dtype) for port in ports_of(composition)]
     types += [
         "float32" if issubclass(kind, Reduction | RowGather) else dtype_name(outputs[x].dtype)
         for x, kind in program.outputs.items()

@@ -25,6 +25,7 @@ VIEWS = (
 )  # fmt: skip
 TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+SCATTERED = (aten.scatter_add.default, aten.scatter.src)
 SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
 
 
@@ -107,6 +108,12 @@ def constant(graph: fx.Graph, value: float, *, like: fx.Node, shape: Sequence[in
     )
     node.meta["val"] = x.new_empty(shape)
     return node
+
+
+def cast_to(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+    """Append a cast, where there is something to cast."""
+    same = node.meta["val"].dtype == dtype
+    return node if same else make(node.graph, CASTS[-1], node, dtype, like=like)
 
 
 def call_of(node: Any, target: Any) -> fx.Node | None:

@@ -70,8 +70,7 @@ class Region:
     @property
     def inputs(self) -> list[fx.Node]:
         """Nodes that the kernel reads, each once."""
-        known = self.composition
-        ports = (known.a, known.b, *known.operands.values())
+        ports = ports_of(self.composition)
         return list(dict.fromkeys(node for port in ports for node in port.nodes))
 
     @property
@@ -98,6 +97,11 @@ class Cut:
     graph: fx.Graph
     regions: list[Region] = field(default_factory=list)
     why: dict[fx.Node, str] = field(default_factory=dict)
+
+    @property
+    def taken(self) -> dict[fx.Node, Region]:
+        """The region of each node that is in one."""
+        return {node: region for region in self.regions for node in region.nodes}
 
     def leave(self, region: Region, reason: str) -> None:
         """Leave a region's products to PyTorch."""
@@ -137,7 +141,7 @@ def cut(graph: fx.Graph) -> Cut:
 
 def _fits(known: Cut, region: Region) -> bool:
     """Whether a region and those before it do not need each other."""
-    taken = {node: other for other in (*known.regions, region) for node in other.nodes}
+    taken = known.taken | dict.fromkeys(region.nodes, region)
     seen, pending = set[fx.Node | Region](), [*region.inputs]
     while pending:
         node = pending.pop()
@@ -278,7 +282,7 @@ def _grown(
     known: Cut, products: Sequence[fx.Node], without: set[fx.Node], *, stored: bool
 ) -> set[fx.Node]:
     """Grow products by what is computed with them before the next product."""
-    taken = {node: region for region in known.regions for node in region.nodes}
+    taken = known.taken
     nodes, needing, first = set(products), set(products), min(products)
     outside = set[fx.Node]()  # of those that need the products
     pending = sorted({user for node in products for user in node.users})
@@ -324,9 +328,8 @@ def extracted(
     known: Cut, nodes: set[fx.Node], outputs: set[fx.Node]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Copy some nodes into a graph; map its nodes to the whole's."""
-    taken = {node for region in known.regions for node in region.nodes}
     part, copies = fx.Graph(known.graph.owning_module), dict[fx.Node, fx.Node]()
-    views = _views(nodes, taken)
+    views = _views(nodes, {*known.taken})
     inside = sorted({*nodes, *views})
     for node in dict.fromkeys(x for user in inside for x in user.all_input_nodes):
         if node not in nodes and node not in views:
@@ -347,6 +350,11 @@ def _views(nodes: set[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
             views.add(node)
             pending += node.all_input_nodes
     return views
+
+
+def ports_of(composition: Composition) -> list[Port]:
+    """List where a kernel's A, B and operands come from."""
+    return [composition.a, composition.b, *composition.operands.values()]
 
 
 def renamed(composition: Composition, originals: Mapping[fx.Node, fx.Node]) -> Composition:
@@ -373,7 +381,7 @@ def order(known: Cut) -> Iterator[fx.Node | Region]:
     Raises:
         RuntimeError: two regions need each other.
     """
-    taken = {node: region for region in known.regions for node in region.nodes}
+    taken = known.taken
     inputs = {region: region.inputs for region in known.regions}
     last = {max(region.products): region for region in known.regions}
     pending: list[fx.Node | Region] = []

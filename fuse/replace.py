@@ -32,7 +32,7 @@ def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
     """
     graph = known.graph
     end = graph.output_node()
-    taken = {node for region in known.regions for node in region.nodes}
+    taken = known.taken
     readers = [n for n in graph.nodes if n is end or (n not in taken and _reads_strides(n))]
     strides = {n: [_strides(x) for x in tree_leaves((n.args, n.kwargs))] for n in readers}
     results: dict[fx.Node, fx.Node] = {}

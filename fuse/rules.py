@@ -25,7 +25,7 @@ from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, call_of, make, number
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, call_of, cast_to, make, number
 from coda_agent.fuse.spelling import compare_floats, join_logsumexp, spell
 from coda_agent.fuse.tables import hold_tables
 
@@ -85,7 +85,7 @@ def carry(graph: fx.Graph) -> list[str]:
                 for factor in rows:
                     row = _shaped(graph, factor, a, 1)
                     scaled = make(graph, aten.mul.Tensor, scaled, row, like=product)
-                scaled = _cast(graph, scaled, product.meta["val"].dtype, product)
+                scaled = cast_to(scaled, product.meta["val"].dtype, like=product)
             product.replace_all_uses_with(scaled)
             moved.append(product.name)
     if moved:
@@ -118,7 +118,7 @@ def _multiplied(graph: fx.Graph, a: fx.Node, wide: list[fx.Node]) -> fx.Node:
     x = shaped[0]
     for factor in shaped[1:]:
         x = make(graph, aten.mul.Tensor, x, factor, like=a)
-    return _cast(graph, x, a.meta["val"].dtype, a)
+    return cast_to(x, a.meta["val"].dtype, like=a)
 
 
 def _factors(node: fx.Node) -> Iterator[fx.Node]:
@@ -175,7 +175,7 @@ def gather_first(graph: fx.Graph) -> list[str]:
         with graph.inserting_before(node):
             first = make(graph, aten.gather.default, x, dim, index, like=node)
             result = make(graph, aten.sub.Tensor, first, row, like=node)
-            result = _cast(graph, result, node.meta["val"].dtype, node)
+            result = cast_to(result, node.meta["val"].dtype, like=node)
         node.replace_all_uses_with(result)
         for back in [u for u in rounded.users if u is not node] if is_cast else []:
             if back.target in CASTS and back.meta["val"].dtype == source.meta["val"].dtype:
@@ -238,12 +238,6 @@ def _width(node: fx.Node) -> Any:
     """Columns of a node's value; 0 where it has none."""
     shape = node.meta["val"].shape
     return shape[-1] if shape else 0
-
-
-def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    if node.meta["val"].dtype == dtype:
-        return node
-    return make(graph, torch.ops.prims.convert_element_type.default, node, dtype, like=like)
 
 
 def _shaped(graph: fx.Graph, node: fx.Node, a: fx.Node, columns: int) -> fx.Node:

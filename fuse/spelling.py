@@ -24,6 +24,7 @@ from torch import fx
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.fuse.nodes import (
     CASTS,
+    SCATTERED,
     SHORT,
     call_of,
     constant,
@@ -48,7 +49,6 @@ _ONES: dict[Any, Any] = {
     aten.select_scatter.default: aten.unsqueeze.default,
 }
 _INDEXED = (aten.index.Tensor, aten.index_put.default)
-_SCATTERS = (aten.scatter_add.default, aten.scatter.src)
 
 
 def spell(graph: fx.Graph) -> None:
@@ -185,7 +185,7 @@ def _is_counted(node: fx.Node) -> bool:
 
 def spell_scatter(graph: fx.Graph) -> None:
     """Spell one number a row, scattered into zeros, by comparing columns."""
-    for node in [n for n in graph.nodes if n.target in _SCATTERS]:
+    for node in [n for n in graph.nodes if n.target in SCATTERED]:
         zeros, dim, index, source = node.args[:4]
         value = node.meta["val"]
         last = isinstance(zeros, fx.Node) and dim % max(value.ndim, 1) == value.ndim - 1

@@ -34,15 +34,12 @@ class Inductor:
         self._compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        if self._compiled is None:
-            self._compiled = self._for(tensors)
+        if not callable(self._compiled):
+            self.compile(tensors)
         return [*self._compiled(*tensors)]
 
     def compile(self, tensors: Sequence[torch.Tensor]) -> None:
         """Compile for such tensors."""
-        self._compiled = self._for(tensors)
-
-    def _for(self, tensors: Sequence[torch.Tensor]) -> Any:
         import torch
         from torch._guards import tracing
         from torch._inductor import config
@@ -58,7 +55,7 @@ class Inductor:
             given: list[Any] = [t.detach() for t in tensors]
             trace = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)
             traced = trace(*given)  # what was packed before is no input
-            return compile_fx(traced, given)
+            self._compiled = compile_fx(traced, given)
 
 
 def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float]]:

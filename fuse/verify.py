@@ -16,7 +16,7 @@ from coda_agent.fuse.around import alone
 from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.kernels import arguments
 from coda_agent.fuse.nodes import entered, evaluate
-from coda_agent.fuse.regions import Region, described
+from coda_agent.fuse.regions import Region, described, ports_of
 from coda_agent.primitives.imports import import_quack
 from coda_agent.runtime.program_operator import function_of
 
@@ -118,8 +118,7 @@ def _is_float(x: Any) -> bool:
 def operands_of(region: Region, device: torch.device) -> tuple[Any, Any, list[Any]]:
     """Draw A, B and the operands of a region's kernel."""
     known = region.local
-    ports = known.a, known.b, *known.operands.values()
-    wanted = ancestors(node for port in ports for node in port.nodes)
+    wanted = ancestors(node for port in ports_of(known) for node in port.nodes)
     values = entered(region.part, drawn(region.part, region, device))
     evaluate([node for node in region.part.nodes if node in wanted], values)
     return arguments(known, lambda port: port.canonical(*map(values.__getitem__, port.nodes)))

@@ -16,14 +16,23 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.calls import ancestors
-from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_pointwise, is_zeros, number, padded
+from coda_agent.fuse.nodes import (
+    CASTS,
+    PLAIN,
+    SCATTERED,
+    TURNS,
+    VIEWS,
+    is_pointwise,
+    is_zeros,
+    number,
+    padded,
+)
 
 aten = torch.ops.aten
 SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.expand.default)  # fmt: skip
 REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
             aten.logsumexp.default, aten.argmax.default)  # fmt: skip
-SCATTERED = (aten.scatter_add.default, aten.scatter.src)
 _COMPARED = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor,
              aten.lt.Tensor)  # fmt: skip
 SCALED = "float16 holds the gradients of a scaled loss alone"
@@ -54,7 +63,7 @@ def zones_of(product: fx.Node) -> tuple[list[Zone], str]:
         reason = ""
     except Whole as why:
         reason = str(why)
-    late = _late(product.graph)
+    late = _made_of(product.graph, filter(is_tangent, product.graph.nodes))
     zones = [Zone(product, late), Zone(product, late, again=True)]
     for zone in zones:
         zone.find()
@@ -64,11 +73,6 @@ def zones_of(product: fx.Node) -> tuple[list[Zone], str]:
             raise Whole(reason)
         return [], ""
     return (zones, reason) if backward.has_gradients() else ([forward], "")
-
-
-def _late(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on the gradients of a graph's results."""
-    return _made_of(graph, filter(is_tangent, graph.nodes))
 
 
 def _made_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
