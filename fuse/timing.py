@@ -34,11 +34,10 @@ class Inductor:
         self._compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        if not callable(self._compiled):
-            self.compile(tensors)
-        return [*self._compiled(*tensors)]
+        compiled = self._compiled or self.compile(tensors)
+        return [*compiled(*tensors)]
 
-    def compile(self, tensors: Sequence[torch.Tensor]) -> None:
+    def compile(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Compile for such tensors."""
         import torch
         from torch._guards import tracing
@@ -56,6 +55,7 @@ class Inductor:
             trace = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)
             traced = trace(*given)  # what was packed before is no input
             self._compiled = compile_fx(traced, given)
+        return self._compiled
 
 
 def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float]]:
