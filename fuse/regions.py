@@ -26,15 +26,7 @@ from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.agent.authors.composer.subgraph import compose_graph
 from coda_agent.fuse.kept import path_of, remember, remembered
-from coda_agent.fuse.nodes import (
-    PRODUCTS,
-    SHORT,
-    SUM,
-    VIEWS,
-    alike,
-    operands,
-    shape_of,
-)
+from coda_agent.fuse.nodes import PRODUCTS, SHORT, SUM, VIEWS, alike, operands, shape_of
 from coda_agent.fuse.reads import read_along
 from coda_agent.fuse.stores import compute_again, gathered_of, stored_of
 
