@@ -275,8 +275,7 @@ class _Some:
 
     def _number(self, x: fx.Node) -> fx.Node:
         """Compute these rows' numbers of those that they are made of."""
-        # Cut from all rows' ones, what is held of them were one table, and Inductor joined all
-        # rows' gradients that read it.
+        # Where they were cut from a table of all rows, Inductor joined all rows' gradients.
         if x not in self._numbers:
             inputs, rows = x.all_input_nodes, self._layout.rows
             target: Any = x.target
