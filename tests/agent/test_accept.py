@@ -455,7 +455,7 @@ def test_nothing_is_judged_for_a_place_that_is_not_fit(
     swiglu: Any = SimpleNamespace(name="gemm_swiglu", summary="D", text=spec.read_text())
     accept(where, swiglu, "x = 1\n", verdict(), author="composer", run_id="r")
     (where.generated / "gemm_swiglu" / "tuned.json").write_text("{ }")
-    monkeypatch.setattr(verify, "_keep", lambda *_: pytest.fail("it was judged"))
+    monkeypatch.setattr(verify, "_judged", lambda *_: pytest.fail("it was judged"))
     for attempt in (
         lambda: pipeline.opened(where, spec, RunStarted(author="a"), lambda *_: None).__enter__(),
         lambda: pipeline.reopened(where, run, lambda *_: None).__enter__(),
