@@ -126,7 +126,11 @@ class Prices:
         return factor * sum(self._entry(entry) for entry in entries)
 
     def worst(self, context: int, output: int, model: str | None = None, cached: int = 0) -> float:
-        """Count the most a call can cost; what is `cached` is read."""
+        """Count the most a call can cost; what is `cached` is read.
+
+        What is not is written to the cache, for five minutes where it follows what is cached, else
+        for an hour.
+        """
         price = self._tier(model or self.model, context)
         cached = min(cached, context)
         fresh = (context - cached) * max(price.write_5m if cached else price.write_1h, price.input)

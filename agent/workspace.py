@@ -230,7 +230,11 @@ class Workspace:
         return resolve_spec(arg, self)
 
     def differing_spec(self, name: str, text: str) -> Path | None:
-        """Find the file of the spec `name`, where its text is another."""
+        """Find the file of the spec `name`, where its text is another.
+
+        The file is that of specs/, or else the package's; None where it holds the same, or there is
+        none.
+        """
         path = self.spec_names().get(name)
         return path if path and path.read_text("utf-8-sig", "replace") != text else None
 

@@ -51,7 +51,11 @@ class About(BaseModel):
 
 
 class Record(About):
-    """A line of a file."""
+    """A line of a file.
+
+    `commit` is the program's, with `+` where sources differ from it; `machine` the GPU and its
+    driver, or the device, and torch; `date` the day in UTC.
+    """
 
     @property
     def key(self) -> tuple[Any, ...]:

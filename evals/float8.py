@@ -52,7 +52,10 @@ def converted(model: nn.Module) -> str:
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` in e4m3; rows and both widths are multiples of 16."""
+    """`nn.Linear` in e4m3; rows and both widths are multiples of 16.
+
+    Of each product both factors are scaled anew, by the result's rows and by its columns.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         y: Any = _Product.apply(input.flatten(0, -2), self.weight)

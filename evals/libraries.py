@@ -258,7 +258,10 @@ def _finish(
 def _rope(
     workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any
 ) -> Function:
-    """Rotate q and k in place, so that O overwrites D."""
+    """Rotate q and k in place, so that O overwrites D.
+
+    A library that wants q and k contiguous gets each from a product of its own.
+    """
     (m, _, k), width, columns = workload.mnk, workload.heads.width, workload.heads.columns
     # What the kernel calls sin turns the other way.
     table = library.table(cs[:, 0:width:2].contiguous(), -cs[:, 1:width:2])

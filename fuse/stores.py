@@ -21,7 +21,11 @@ from coda_agent.fuse.nodes import (
 
 
 def stored_of(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Choose what a kernel of these nodes stores, in the fewest bytes."""
+    """Choose what a kernel of these nodes stores, in the fewest bytes.
+
+    Results of the graph; other values, or the narrower ones that they are made of alone; and what
+    the other pass needs, or what that is cheaply computed from, where it has fewer bytes.
+    """
     region = sorted(nodes)
     read = {n: users for n in region if (users := _outside(n, nodes, later=False))}
     given = {n for n, users in read.items() if any(u.op == "output" for u in users)}
@@ -81,7 +85,11 @@ def _unturned(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
 
 
 def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
-    """Find the narrowest value that a node is computed from alone."""
+    """Find the narrowest value that a node is computed from alone.
+
+    No other value of its extent enters; of values that views make of each other it is the first,
+    else the last.
+    """
     best, size = node, node.meta["val"].numel()
     while node in nodes and is_cheap(node):
         read = [x for x in node.all_input_nodes if not is_repeated(x)]

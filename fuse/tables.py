@@ -41,7 +41,11 @@ def hold_tables(graph: fx.Graph) -> list[str]:
 
 
 def _rows(node: fx.Node) -> set[fx.Node]:
-    """Find numbers of rows, used where labels are compared with columns."""
+    """Find numbers of rows, used where labels are compared with columns.
+
+    They are what each row has of all that is computed pointwise with its label: the label itself,
+    and its share of the loss.
+    """
     counted = any(root(x, *SHAPES, *CASTS).target is _IOTA for x in node.all_input_nodes)
     if not counted or numel(node) < WIDE or node.meta["val"].shape[-1] % 16:
         return set()  # Inductor pads the products of odd columns, each with gradients of its own

@@ -27,7 +27,11 @@ _LARGE, _PART = 2**29, 2**24
 
 
 def known_fault(region: Region, text: str, device: torch.device) -> str:
-    """Say what `fault` does; a GPU's is kept in the user's cache."""
+    """Say what `fault` does; a GPU's is kept in the user's cache.
+
+    It is kept by the region with its sizes, the kernel with its tile, the card, how PyTorch
+    multiplies, and the versions.
+    """
     if device.type != "cuda":
         return fault(region, text, device)
     function, extents = function_of(text), region.local.extents

@@ -131,5 +131,9 @@ class Output(Resource):
 
     @classmethod
     def store(cls, lowering: Any, o: str) -> Any:
-        """Make output `o`'s sink, store or name, by a `lower.Replay`."""
+        """Make output `o`'s sink, store or name, by a `lower.Replay`.
+
+        A sink or a store is quack's, and a name has its plain store; none of these is for the
+        GEMM's own D.
+        """
         return lowering.names[o]

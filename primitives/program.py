@@ -64,7 +64,11 @@ class Program:
 
     @cached_property
     def group(self) -> int:
-        """Columns of its widest group; 0 without. N is a multiple."""
+        """Columns of its widest group; 0 without. N is a multiple.
+
+        It takes a statistic of such a group, or stores one element of it. A tile's width is a
+        multiple, too.
+        """
         stored = (getattr(kind, "width", 0) for kind in self.outputs.values())
         return max([*spans(self.graph).values(), *stored], default=0)
 
@@ -116,6 +120,8 @@ class Program:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Program:
         """Rebuild what `to_dict` gave, by every rule of the language.
+
+        The data may come from another process or machine. Shapes are derived anew.
 
         Raises:
             ProgramError: it is no program's record.

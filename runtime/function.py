@@ -105,7 +105,10 @@ class ProgramFunction:
         *,
         block_size: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Make a call's results without data, of sizes that may be symbols."""
+        """Make a call's results without data, of sizes that may be symbols.
+
+        Reductions are those over no rows. It raises as a call.
+        """
         m, n, _, lead = self._checked(a, b, operands)
         tile = DEFAULT_CONFIGS["sm_90a"] if block_size is None else self._tile(block_size)
         results = allocate(self.program, m, n, self._checks.dtypes_for(a.dtype), tile, a.device)

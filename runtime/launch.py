@@ -160,7 +160,11 @@ def _fused(given: Arguments) -> Callable[..., None]:
 
 
 def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find a fused kernel's arguments: as `call_cache.launching` has their order."""
+    """Find a fused kernel's arguments: as `call_cache.launching` has their order.
+
+    They lie among None, the outputs, the inputs, and at last where parts of K meet: A, B, D and C,
+    and those of its epilogue.
+    """
     return _ordered(given, cached(partial(_plan, given)))
 
 

@@ -85,6 +85,9 @@ class Variant:
     def __call__(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """Give the outputs that overwrite no input, a single one alone.
 
+        They are a tuple where there are several, and None where there is none; `updated` inputs
+        change.
+
         Raises:
             LaunchError: an input requires a gradient, or does not fit.
         """

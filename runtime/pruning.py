@@ -12,7 +12,11 @@ from coda_agent.specs import Spec
 def without(
     spec: Spec, programs: Mapping[str, Program], outputs: Sequence[str]
 ) -> tuple[Spec, dict[str, Program]]:
-    """Leave out these outputs, as `Kernel.without` does."""
+    """Leave out these outputs, as `Kernel.without` does.
+
+    It raises a LaunchError where there is no such output, one may overwrite an input, or what is
+    left reads less than all inputs.
+    """
     for o in outputs:
         if o not in spec.outputs:
             known = ", ".join(spec.outputs)

@@ -92,7 +92,10 @@ def _pages(kernel: str | None, folder: Path) -> Reply:
 
 
 def dispatched(folder: Path) -> dict[str, list[str]]:
-    """Say which tiles calls run, by M, or why there are none."""
+    """Say which tiles calls run, by M, or why there are none.
+
+    They are of the N and K of the kernel's first benchmark, on this machine's GPU, else on an H200.
+    """
     import torch
 
     from coda_agent.runtime.dispatch import H200

@@ -128,7 +128,10 @@ def jump_fault(variant: Variant, inputs: Mapping[str, Any], alone: bool) -> Find
 def sides(
     spec: Spec, binding: Mapping[str, str], inputs: Mapping[str, Any], known: set[float]
 ) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """List outputs as due, on a jump's other side, and where sure."""
+    """List outputs as due, on a jump's other side, and where sure.
+
+    Sure is where the reference in float32 is sure of that jump and of all others.
+    """
     import torch
 
     jumps = list[Jump]()

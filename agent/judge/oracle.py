@@ -378,7 +378,11 @@ def _representable(
     binding: Mapping[str, str],
     truth: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """List the outputs that fp32 arithmetic gives without rounding."""
+    """List the outputs that fp32 arithmetic gives without rounding.
+
+    Their truth is a float32 everywhere, PyTorch in float32 finds exactly it, and no function that a
+    GPU approximates enters.
+    """
     import torch
 
     single = run_reference(spec, inputs, binding=binding, exact=True, wide=torch.float32)

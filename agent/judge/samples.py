@@ -99,7 +99,10 @@ def different(ratio: Ratio) -> bool:
 
 
 def interval(values: Sequence[float], miss: float) -> tuple[float, float]:
-    """Bound a median by order statistics, missed with probability `miss` at most."""
+    """Bound a median by order statistics, missed with probability `miss` at most.
+
+    They are the extremes where there are too few values for that: for `MISS`, below 10.
+    """
     ordered, k = sorted(values), _rank(len(values), miss)
     return ordered[k - 1], ordered[-k]
 

@@ -88,7 +88,11 @@ def _right(
 
 
 def _timed(clock: DeviceClock, runs: Mapping[TileConfig, Launched]) -> dict[TileConfig, float]:
-    """Time each in random order each round: median microseconds."""
+    """Time each in random order each round: median microseconds.
+
+    It is the least time of one that is far from the fastest. Those near the fastest of a long
+    product are as far from it as they are on average of both regimes.
+    """
     times: dict[TileConfig, list[float]] = {config: [] for config in runs}
     for run in runs.values():
         run(0)

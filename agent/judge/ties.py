@@ -104,7 +104,11 @@ def _drawn(
 def _powers(
     picks: torch.Tensor, like: torch.Tensor, most: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw powers of two for rows of A and groups of B."""
+    """Draw powers of two for rows of A and groups of B.
+
+    Rows of A are powers of two times one-hot, and B such that the largest of a group of columns is
+    that power, or a number beside it.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -197,7 +197,10 @@ def _kept(seen: Sequence[_Reading], hidden: Sequence[float]) -> tuple[int, ...]:
 
 
 def _enough(readings: Mapping[str, Sequence[_Reading]], rounds: int) -> bool:
-    """Whether enough rounds count, of every contender."""
+    """Whether enough rounds count, of every contender.
+
+    Half as many as were asked for, and more than half as many as of the empty call.
+    """
     hidden = _hidden(readings)
     kept = {name: len(_kept(seen, hidden[name])) for name, seen in readings.items()}
     return 2 * min(kept.values()) >= max(rounds, kept[_NOTHING] + 1)
@@ -375,7 +378,10 @@ def _marked(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _compared(traced: Sequence[_Traced], clock: Clock) -> tuple[Clock, str]:
-    """Add what CUPTI saw to a clock, and where they disagree."""
+    """Add what CUPTI saw to a clock, and where they disagree.
+
+    It saw more than the events of the same calls did, or the device idled between them.
+    """
     busy = statistics.median(busy_us(t.spans) for t in traced)
     event = statistics.median(t.event_us for t in traced)
     launches = tuple(sorted({len(t.spans) for t in traced}))

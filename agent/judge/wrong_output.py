@@ -123,7 +123,10 @@ class WrongOutput:
         return where
 
     def there(self, row: int, column: int) -> dict[str, float | list[float]]:
-        """Give what the program reads at an element, by name."""
+        """Give what the program reads at an element, by name.
+
+        That is the accumulator where it is one or a pair, and each input that has a value there.
+        """
         a, b = (self.inputs[x].double() for x in self.gemm)
         m, n, width = len(a), len(b), self.truth.shape[1]
         rows, columns = slice(row, row + 1), slice(0, 0)

@@ -68,7 +68,10 @@ def parts(program: Program) -> dict[str, Program]:
 def _without(
     program: Program, gone: Callable[[Node], bool] = lambda _: False, output: str = ""
 ) -> Program:
-    """The program without an output, or nodes: operands become 1, operations arguments."""
+    """The program without an output, or nodes: operands become 1, operations arguments.
+
+    What only an operand that is gone was computed with goes, too.
+    """
     graph, values = Graph(), list[Value]()
     for node in program.graph.nodes:
         args = [values[a] for a in node.args]

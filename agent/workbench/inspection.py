@@ -21,7 +21,10 @@ _WIDEST = 120
 
 
 def epilogue(stage: str, text: str) -> str:
-    """Cut out what follows the last wait, until one subtile is stored."""
+    """Cut out what follows the last wait, until one subtile is stored.
+
+    The subtiles after it repeat that; a program that stores no tile has its whole end.
+    """
     lines = text.splitlines()
     begin = max((i for i, line in enumerate(lines) if _BEGINS[stage] in line), default=0)
     ends = (i for i in range(begin, len(lines)) if _ENDS[stage] in lines[i])

@@ -211,7 +211,11 @@ class Workbench:
         )
 
     def _same_failure(self, check: str) -> Attempt | None:
-        """The attempt that failed at what this check would find again."""
+        """The attempt that failed at what this check would find again.
+
+        It is of the same candidate by the same gates, at the same check or, where nothing was
+        computed yet, at one of which this check does more.
+        """
         for attempt in reversed(self.state.attempts):
             failed = next(iter(attempt.judgement.failed), "")
             order = CHECKS.index(check) - CHECKS.index(attempt.check)

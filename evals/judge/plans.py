@@ -85,7 +85,11 @@ def function(seed: int) -> str:
 
 
 def tensors(seed: int) -> list[torch.Tensor]:
-    """Draw what `function` takes; all products are square in the columns."""
+    """Draw what `function` takes; all products are square in the columns.
+
+    They are in bfloat16: A, three weights, a tile, a bias, a column, a norm's weight, another tile;
+    and an index.
+    """
     made = torch.Generator().manual_seed(seed)
     shapes = [(M, N), (N, N), (N, N), (N, N), (M, N), (N,), (M,), (N,), (M, N)]
     floats = [torch.randn(s, generator=made).bfloat16() for s in shapes]

@@ -89,7 +89,10 @@ def _remnant(expr: Expr) -> bool:
 
 
 def _extremum(op: str, args: list[Expr], *, inner: bool) -> Expr:
-    """A maximum or minimum, or a clamp taking an `inner` one in."""
+    """A maximum or minimum, or a clamp taking an `inner` one in.
+
+    ReLU and leaky ReLU are spelled so, too; an `inner` value is used here only.
+    """
     x, y = sorted(args, key=lambda a: (a.op == "const", a.key))
     if x == y:
         return x

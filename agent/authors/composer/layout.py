@@ -97,7 +97,11 @@ class Layout:
     def whole(
         self, tensors: Sequence[Elements], shape: tuple[int, ...]
     ) -> tuple[list[Elements], slice] | None:
-        """Find what tensors, broadcast, are the same neighbouring columns of."""
+        """Find what tensors, broadcast, are the same neighbouring columns of.
+
+        None where there are no such columns. What does not vary over columns is the same in all of
+        them.
+        """
         m, n = self.extents["M"], self.extents["N"]
         width = shape[-1] if shape else n
         rows = math.prod(shape) // width
