@@ -11,7 +11,7 @@ from coda_agent.agent.cli import app
 from coda_agent.agent.keys import KEYS
 from coda_agent.evals.cells import read
 from coda_agent.evals.trials import Trial, records_of
-from tests.agent.verdicts import quick_judge
+from tests.agent.claude.bench import quick_judge
 
 ROOT = Path(__file__).parents[2]
 TOY = f"""

@@ -33,8 +33,9 @@ from coda_agent.primitives import ColVector, Tile, epilogue, erf, exp, tanh
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import load_spec
+from tests.agent.claude.bench import quick_judge
 from tests.agent.test_evidence import timed
-from tests.agent.verdicts import call, quick_judge
+from tests.agent.verdicts import call
 
 ROOT = Path(__file__).parents[2]
 RIGHT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()

@@ -1,16 +1,12 @@
-"""Verdicts without a GPU: the walk from a spec to one, and one for tests of what follows it."""
+"""Verdicts without a GPU: the walk from a spec to one."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 from coda_agent.agent import pipeline
 from coda_agent.agent.authors.composer import Composer
-from coda_agent.agent.judge import GateResult, Terms, Verdict, judge_candidate
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.numerics import check_numerics
-from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.agent.workbench import Result, Workbench
 from coda_agent.primitives import Program
@@ -50,14 +46,3 @@ def refused(spec: Spec, program: Program) -> None:
 def call(bench: Workbench, name: str, given: object) -> Result:
     """Run a tool, with the judge's verdict where it asks for one."""
     return pipeline.drive(bench, bench.call(name, given))
-
-
-def quick_judge(spec: Spec, text: str, executor: Any, *, terms: Terms, **options: Any) -> Verdict:
-    """The judge's real static gate; what passes it is taken for proved."""
-    static = replace(terms, device="cpu", gates=("static",))
-    verdict = judge_candidate(spec, text, executor, terms=static, **options)
-    if verdict.passed and "numerics" in terms.gates:
-        names = ("compile", "numerics")
-        more = [GateResult(name=n, passed=True, version=VERSIONS[n]) for n in names]
-        verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
-    return verdict

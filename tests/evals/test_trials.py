@@ -28,7 +28,8 @@ from coda_agent.evals.trials import Trial, record_of
 from coda_agent.evals.workers import workers
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.specs import load_spec
-from tests.agent.verdicts import call, quick_judge
+from tests.agent.claude.bench import quick_judge
+from tests.agent.verdicts import call
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "agent" / "claude"))
 

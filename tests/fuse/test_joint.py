@@ -327,7 +327,7 @@ def test_where_a_pass_fails_the_graph_stays_as_it_was(
 def test_several_processes_that_train_on_gpus_have_no_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor does what one process compiled serve them: it has."""
+    """What one process compiled, with kernels, does not serve several."""
     gpu, asked = torch.device("cuda"), list[tuple[bool, ...]]()
 
     def is_crowded(graph: fx.Graph, device: torch.device) -> bool:
