@@ -7,6 +7,7 @@ and values. With a mask no flash kernel runs: a training step of Llama-3.2-1B, 4
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,17 +20,21 @@ _LARGEST = 1 << 28
 """Elements of a mask at most that are looked at, one after the other in Python's time."""
 
 
-def fold_masks(graph: fx.Graph) -> list[str]:
+def fold_masks(
+    graph: fx.Graph, inputs: Mapping[fx.Node, torch.Tensor] | None = None
+) -> dict[str, set[fx.Node]]:
     """Give attention its mask by word in a graph of torch calls.
 
     Args:
         graph: As Dynamo records it, with `meta["example_value"]`; it changes.
+        inputs: Those whose values a mask may be made of.
 
     Returns:
-        Names of the calls that are causal now, or whose mask hides nothing.
+        Names of the calls that are causal now, or whose mask hides nothing; and of which inputs
+        their masks are made.
     """
-    known: dict[fx.Node, str] = {}
-    folded: list[str] = []
+    known: dict[fx.Node, tuple[str, set[fx.Node]]] = {}
+    folded: dict[str, set[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         arguments = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False))
         arguments |= node.kwargs
@@ -37,15 +42,16 @@ def fold_masks(graph: fx.Graph) -> list[str]:
         if len(node.args) > 4 or not isinstance(mask, fx.Node) or arguments.get("is_causal"):
             continue
         if mask not in known:
-            known[mask] = _meaning(mask)
-        if not known[mask] or not _fits(mask, arguments):
+            known[mask] = _meaning(mask, inputs or {})
+        word, of = known[mask]
+        if not word or not _fits(mask, arguments):
             continue
-        arguments |= {"attn_mask": None, "is_causal": known[mask] == "causal"}
+        arguments |= {"attn_mask": None, "is_causal": word == "causal"}
         key, value = _unrepeated(arguments["key"]), _unrepeated(arguments["value"])
         if key is not None and value is not None and not arguments.get("enable_gqa"):
             arguments |= {"key": key, "value": value, "enable_gqa": True}
         node.args, node.kwargs = (), arguments
-        folded.append(node.name)
+        folded[node.name] = of
     return folded  # what nobody reads now is left: in these graphs it may write in place
 
 
@@ -55,38 +61,46 @@ def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
     return [*mask.meta["example_value"].shape[-2:]] == sizes
 
 
-def _meaning(mask: fx.Node) -> str:
-    """Read "causal" or "all" off a mask of no tensor; else ""."""
-    needed, pending = set[fx.Node](), [mask]
+def _meaning(
+    mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]
+) -> tuple[str, set[fx.Node]]:
+    """Read "causal" or "all" off a mask, else ""; and give the inputs that it is made of."""
+    needed, pending, of = set[fx.Node](), [mask], set[fx.Node]()
     while pending:
-        if (node := pending.pop()) not in needed:
+        node = pending.pop()
+        if node in inputs:
+            of.add(node)
+        elif node not in needed:
             if node.op not in ("call_function", "call_method"):
-                return ""
+                return "", of
             needed.add(node)
             pending += node.all_input_nodes
-    value = mask.meta.get("example_value")
+    shown = mask.meta.get("example_value")
     sizes = [x for n in needed for x in getattr(n.meta.get("example_value"), "shape", ())]
-    if not isinstance(value, torch.Tensor) or any(not isinstance(x, int) for x in sizes):
-        return ""
-    if value.ndim < 2 or value.numel() > _LARGEST:
-        return ""
-    values: dict[fx.Node, Any] = {}
+    if not isinstance(shown, torch.Tensor) or any(not isinstance(x, int) for x in sizes):
+        return "", of
+    if shown.ndim < 2 or shown.numel() > _LARGEST:
+        return "", of
+    values: dict[fx.Node, Any] = {node: inputs[node] for node in of}
     with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
         for node in [node for node in mask.graph.nodes if node in needed]:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
             values[node] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
-        found = values[mask]
-        if found.dtype is not torch.bool:
-            hidden = found <= torch.finfo(found.dtype).min / 2
-            if not ((found == 0) | hidden).all():
-                return ""
-            found = ~hidden
-        rows, columns = found.shape[-2:]
-        if found.all():
-            return "all"
-        causal = torch.ones(rows, columns, dtype=torch.bool, device=found.device).tril()
-        return "causal" if rows == columns and (found == causal).all() else ""
+        return _word(values[mask]), of
+
+
+def _word(mask: torch.Tensor) -> str:
+    if mask.dtype is not torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not ((mask == 0) | hidden).all():
+            return ""
+        mask = ~hidden
+    rows, columns = mask.shape[-2:]
+    if mask.all():
+        return "all"
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    return "causal" if rows == columns and (mask == causal).all() else ""
 
 
 def _unrepeated(x: Any) -> fx.Node | None:

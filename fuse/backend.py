@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from coda_agent.fuse.attention import fold_masks
-from coda_agent.fuse.joint import Kernels, left_where_it_fails
+from coda_agent.fuse.joint import Kernels, copied, left_where_it_fails
 from coda_agent.fuse.loops import join_loops
 from coda_agent.fuse.losses import spell_by_rows
+from coda_agent.fuse.masks import by_masks, fold_given_masks
 from coda_agent.primitives.errors import CodaError
 from coda_agent.runtime.program_operator import kernel_operator
 
@@ -34,7 +35,7 @@ def coda(
 
     Args:
         module: The graph.
-        inputs: Fake tensors of its arguments.
+        inputs: Its arguments at the first call.
         mode: As torch.compile's, such as "reduce-overhead".
         options: Inductor's. `{"fp8": "forward"}` is ours: products of weights in FP8, in the
             forward pass of a graph with gradients.
@@ -48,9 +49,14 @@ def coda(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    general: fx.GraphModule | None = None
+    values: dict[int, torch.Tensor] = {}
     with left_where_it_fails(module.graph):
         for change in fold_masks, join_loops, spell_by_rows:
             change(module.graph)
+        before = copied(module.graph)
+        if values := fold_given_masks(module.graph, inputs):
+            general = fx.GraphModule(module, before)
     module.recompile()
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     patches = {name.replace("-", "_"): value for name, value in patches.items()}
@@ -59,7 +65,11 @@ def coda(
     first = patches.get("joint_custom_post_pass")
     patches["joint_custom_post_pass"] = Kernels(first, fp8=fp8 is not None)
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
-    return compile_fx(module, inputs, compile_fx_inner if on_gpu else _called, patches)
+    inner = compile_fx_inner if on_gpu else _called
+    found = compile_fx(module, inputs, inner, patches)
+    if general is None:
+        return found
+    return by_masks(values, found, general, lambda args: compile_fx(general, args, inner, patches))
 
 
 def _called(module: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:

@@ -89,11 +89,11 @@ def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
     function = function_of(kernel.text)
     if kernel.like:
         found = function.choose(*shape, function.types[0], None)
-        return [found] if found else []
+        return [found.scheduled(*shape[:2])] if found else []
     program = function.program
     failed = {tile for digest, tile in _FAILED if digest == program.digest}
     sizes: dict[tuple[int, int, bool], TileConfig] = {}
-    for tile in likely_tiles(program, shape, function.types[0]):
+    for tile in (x.scheduled(*shape[:2]) for x in likely_tiles(program, shape, function.types[0])):
         if tile not in failed:
             sizes.setdefault((tile.tile_m, tile.tile_n, tile.pingpong), tile)
     tiles = [*sizes.values()]

@@ -62,7 +62,7 @@ def _path(place: Around, kernel: Kernel, device: torch.device) -> Path:
 
 def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str]:
     import_quack()
-    text = kernel.text if kernel.like else _tiled(place.region, kernel, device)
+    text = _tiled(place.region, kernel, device)
     given = drawn(place.part, place.region, device)
     inputs = [x for x in given if isinstance(x, torch.Tensor)]
     own = _AHEAD.pop(described(place.part), None) or _own(place, given)
@@ -114,9 +114,12 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
     a, b, operands = operands_of(region, device)
     shape = a.shape[0], b.shape[0], a.shape[1]
     named = dict(zip(function.program.operands, operands, strict=True))
+    tiles = tiles_of(kernel, shape)
+    if kernel.like:
+        return with_tiles(text, shape, tiles[0]) if tiles else text
     runs: dict[TileConfig, Callable[[int], Any]] = {}
     expected: list[torch.Tensor] = []
-    for config in tiles_of(kernel, shape):
+    for config in tiles:
         try:
             results = [*function(a, b, named, config=config).values()]
         except CodaError:  # it does not compile

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor import config
@@ -41,9 +40,6 @@ from coda_agent.runtime.function import supported
 
 SEEN: ContextVar[list[Shown] | None] = ContextVar("SEEN", default=None)
 """Where graphs that are compiled are described, for who asks."""
-_CROWDED = "several processes train, and no kernel was timed beside their communications"
-"""Why they have none: with kernels that pay on one GPU, a Llama's step under FSDP2 took 1.29 times
-torch.compile's time on two H200."""
 
 
 class Kernels(CustomGraphPass):
@@ -60,7 +56,7 @@ class Kernels(CustomGraphPass):
 
     def uuid(self) -> str | None:
         """What a compiled graph in Inductor's caches depends on."""
-        parts = [fingerprint(*SOURCES), torch.__version__, str(self._fp8), str(_ranks() > 1)]
+        parts = [fingerprint(*SOURCES), torch.__version__, str(self._fp8)]
         if self._first is not None:
             if (own := self._first.uuid()) is None:
                 return None
@@ -77,16 +73,22 @@ class Kernels(CustomGraphPass):
             put_kernels(graph, fp8=self._fp8)
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Copy a module's graph, with what AOTAutograd reads of its nodes."""
+    copy = fx.Graph(graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    (end,), (last,) = (g.find_nodes(op="output") for g in (graph, copy))
+    last.meta, copy._codegen = dict(end.meta), graph._codegen
+    for new, old in zip(copy.nodes, graph.nodes, strict=True):
+        vars(new).update({name: x for name, x in vars(old).items() if name == "_dynamo_source"})
+    return copy
+
+
 @contextmanager
 def left_where_it_fails(graph: fx.Graph) -> Iterator[None]:
     """Leave a module's graph as it was where a change fails; warn."""
     module: Any = graph.owning_module
-    before = fx.Graph(module)
-    before.output(before.graph_copy(graph, {}))
-    (end,), (last,) = (g.find_nodes(op="output") for g in (graph, before))
-    last.meta, before._codegen = dict(end.meta), graph._codegen
-    for new, old in zip(before.nodes, graph.nodes, strict=True):
-        vars(new).update({name: x for name, x in vars(old).items() if name == "_dynamo_source"})
+    before = copied(graph)
     try:
         yield
     except Exception as error:  # whatever it is, the graph as it was is right
@@ -105,16 +107,14 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
     devices = {node.meta["val"].device for node in products}
     if len(devices) != 1 or ((device := devices.pop()).type == "cuda" and not supported(device)):
         return
-    timing, crowded = device.type == "cuda", _is_crowded(graph, device)
-    made = compilers() if timing and not crowded else nullcontext()
+    timing = device.type == "cuda"
+    made = compilers() if timing else nullcontext()
     with _disable_current_modes(), unset_fake_temporarily(), hinted(graph), made as pool:
         path = path_of("graph", described(graph))
         if pool and not remembered(path):  # there is something to compile
             pool.start()
         notes = prepare(graph, fp8=fp8)
         known, kernels = chosen(graph)
-        for region in [*known.regions] if crowded else ():
-            known.leave(region, _CROWDED)
         placed = partial(around, known, constants=_constants(graph)) if timing else alone
         places = {region: placed(region) for region in known.regions}
         if pool:
@@ -139,16 +139,6 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
     replace_regions(known, {region: kernels[region].text for region in known.regions})
     spell_logsumexp(graph)
     share(graph)
-
-
-def _is_crowded(graph: fx.Graph, device: torch.device) -> bool:
-    """Tell whether communications of several processes run beside a graph's products."""
-    training = any(map(is_tangent, graph.find_nodes(op="placeholder")))
-    return device.type == "cuda" and training and _ranks() > 1
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:

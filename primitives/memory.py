@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Flags by device, stream and how many. The last CTA of a tile clears its flag, so they are zero
-# between kernels, and kernels of one stream may share them.
+# Flags by device, stream and how many. The last CTA clears them, so they are zero between kernels,
+# and kernels of one stream may share them.
 _FLAGS: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
@@ -44,11 +44,7 @@ def parts_meet(
     down = -(-rows // (tile[0] * cluster[0])) * cluster[0]
     across = -(-columns // (tile[1] * cluster[1])) * cluster[1]
     tiles, area = down * across, tile[0] * tile[1]
-    if torch.cuda.is_current_stream_capturing():
-        # A graph may run beside this stream, so it has its own, and clears them each time.
-        flags = torch.zeros(tiles, dtype=torch.int32, device=device)
-    else:
-        flags = _flags(max(1024, 1 << (tiles - 1).bit_length()), device)
+    flags = _zeros(max(1024, 1 << (tiles - 1).bit_length()), device)
     sums = torch.empty(tiles * area, dtype=torch.float32, device=device)
     return (
         flags.as_strided((down, across, 1), (across, 1, tiles)),
@@ -56,15 +52,23 @@ def parts_meet(
     )
 
 
-def _flags(count: int, device: torch.device) -> torch.Tensor:
-    """Find the current stream's flags.
+def tile_counter(device: torch.device) -> torch.Tensor:
+    """Find what counts the tiles that a kernel's CTAs took; the last one turns it back to 0."""
+    return _zeros(1, device)
 
-    They stay, so another thread allocates them: what this one does when torch.compile first runs
-    what it will capture comes of the graph's own memory, of which it knows each piece that stays,
-    or raises.
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    """Find the current stream's integers that are 0 between kernels.
+
+    A graph may run beside the stream that captures it, so it has its own, and clears them each
+    time. Others stay, so another thread allocates them: what this one does when torch.compile first
+    runs what it will capture comes of the graph's own memory, of which it knows each piece that
+    stays, or raises.
     """
     import torch
 
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index), count
     if key not in _FLAGS:
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import kernel_names, lower
-from coda_agent.primitives.memory import parts_meet
+from coda_agent.primitives.memory import parts_meet, tile_counter
 from coda_agent.primitives.objects import cached
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
@@ -152,11 +152,31 @@ def _fused(given: Arguments) -> Callable[..., None]:
             makes.append((i, methodcaller("data_ptr") if in_memory else float))
     # Just compiled, quack's function is a wrapper that parses keywords; from the cache it is bare.
     call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
-    scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
+    scheduler = _options(plan)
+    if plan.scheduler_uses_semaphore:
+        call = _counted(call)
     rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
     tile, cluster = (config.tile_m, config.tile_n), (config.cluster_m, config.cluster_n)
     meet = partial(parts_meet, rows, columns, tile, cluster) if parts else None
     return launching(call, _ordered(given, plan), makes, scheduler, meet)
+
+
+def _options(plan: Any) -> Any:
+    from quack.gemm_tvm_ffi_utils import make_scheduler_args
+
+    options = make_scheduler_args(0, plan.max_swizzle_size, None)
+    return options._replace(max_active_clusters=plan.max_active_clusters)
+
+
+def _counted(call: Callable[..., Any]) -> Callable[..., None]:
+    """Give each launch of a kernel the counter of its tiles."""
+
+    def launch(a: Any, b: Any, d: Any, c: Any, epilogue: Any, scheduler: Any, *rest: None) -> None:
+        counter = tile_counter(a.device)
+        scheduler = scheduler._replace(tile_count_semaphore=counter.data_ptr())
+        call(a, b, d, c, epilogue, scheduler, *rest)
+
+    return launch
 
 
 def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -199,6 +219,8 @@ def _plan(given: Arguments) -> Any:
             pingpong=config.pingpong,
             max_swizzle_size=config.swizzle,
             persistent=config.persistent,
+            is_dynamic_persistent=config.dynamic,
+            **({"tile_count_semaphore": a.new_empty(1, device="meta")} if config.dynamic else {}),
             split_k=config.parts(a.shape[1]),
             swap_ab=config.swap_ab,
             b_kn=config.swap_ab,

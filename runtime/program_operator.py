@@ -69,8 +69,10 @@ def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> 
     tiles = TileConfig(**config)
 
     def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
-        measured = block is None and [m, n, k] == shape
-        return tiles if measured else elsewhere(m, n, k, dtype, block)
+        if block is None and [m, n, k] == shape:
+            return tiles
+        found = elsewhere(m, n, k, dtype, block)
+        return found and found.scheduled(m, n)
 
     return choose
 

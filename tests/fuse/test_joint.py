@@ -324,34 +324,6 @@ def test_where_a_pass_fails_the_graph_stays_as_it_was(
         assert norms(fuse(function)(x, w), function(x, w)) < 0.004
 
 
-def test_several_processes_that_train_on_gpus_have_no_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What one process compiled, with kernels, does not serve several."""
-    gpu, asked = torch.device("cuda"), list[tuple[bool, ...]]()
-
-    def is_crowded(graph: fx.Graph, device: torch.device) -> bool:
-        alone = crowded(graph, gpu)
-        with monkeypatch.context() as several:
-            several.setattr(joint, "_ranks", lambda: 2)
-            asked.append((alone, crowded(graph, gpu), crowded(graph, device)))
-        return asked[-1][1]
-
-    crowded = joint._is_crowded
-    monkeypatch.setattr(joint, "_is_crowded", is_crowded)
-    args = [drawn(24, H), drawn(D, H)]
-    function = lambda x, w: F.silu(F.linear(x, w))
-    with watched() as seen:
-        fuse(function)(*args)
-        fuse(function)(*(x.requires_grad_() for x in args)).sum().backward()
-    assert asked == [(False, False, False), (False, True, False)]
-    assert [len(shown.kernels) for shown in seen] == [1, 0]
-    assert "several processes train" in repr(seen[1])
-    one = joint.Kernels().uuid()
-    monkeypatch.setattr(joint, "_ranks", lambda: 2)
-    assert joint.Kernels().uuid() != one
-
-
 def test_rows_of_several_products_are_joined_behind_them() -> None:
     """Experts' as JetMoE has them, whose sizes leave the composer one choice of its own sizes."""
     counts = [15, 11, 18, 20]
