@@ -61,9 +61,7 @@ def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
     return [*mask.meta["example_value"].shape[-2:]] == sizes
 
 
-def _meaning(
-    mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]
-) -> tuple[str, set[fx.Node]]:
+def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str, set[fx.Node]]:
     """Read "causal" or "all" off a mask, else ""; and give the inputs that it is made of."""
     needed, pending, of = set[fx.Node](), [mask], set[fx.Node]()
     while pending:
@@ -79,15 +77,37 @@ def _meaning(
     sizes = [x for n in needed for x in getattr(n.meta.get("example_value"), "shape", ())]
     if not isinstance(shown, torch.Tensor) or any(not isinstance(x, int) for x in sizes):
         return "", of
-    if shown.ndim < 2 or shown.numel() > _LARGEST:
+    if shown.ndim < 2 or shown.numel() > _LARGEST or any(_version(n) for n in of):
         return "", of
-    values: dict[fx.Node, Any] = {node: inputs[node] for node in of}
-    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+    users = {user for node in (*needed, *of) for user in node.users}
+    if any(getattr(x.target, "__name__", "") == "_get_data_attr" for x in users):
+        return "", of  # its writes are not counted
+    with (
+        _disable_current_modes(),
+        unset_fake_temporarily(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        values: dict[fx.Node, Any] = {node: inputs[node].clone() for node in of}
         for node in [node for node in mask.graph.nodes if node in needed]:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-            values[node] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            values[node] = _call(node, values)
+        # A write to a part of a mask is nobody's argument, but Dynamo's tensors count it.
+        if any(_version(node) != getattr(values[node], "_version", 0) for node in needed):
+            return "", of
         return _word(values[mask]), of
+
+
+def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _version(node: fx.Node) -> int:
+    """Count the writes to a node's memory, in all of a graph."""
+    return getattr(node.meta.get("example_value"), "_version", 0)
 
 
 def _word(mask: torch.Tensor) -> str:

@@ -66,10 +66,14 @@ def coda(
     patches["joint_custom_post_pass"] = Kernels(first, fp8=fp8 is not None)
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
     inner = compile_fx_inner if on_gpu else _called
-    found = compile_fx(module, inputs, inner, patches)
+    found: Any = compile_fx(module, inputs, inner, patches)
     if general is None:
         return found
-    return by_masks(values, found, general, lambda args: compile_fx(general, args, inner, patches))
+
+    def compiled(args: Sequence[Any]) -> Any:
+        return compile_fx(general, args, inner, patches)
+
+    return by_masks(values, found, general, compiled)
 
 
 def _called(module: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:

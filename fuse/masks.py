@@ -44,7 +44,7 @@ def fold_given_masks(graph: fx.Graph, inputs: Sequence[Any]) -> dict[int, torch.
 def _is_mask(x: torch.Tensor) -> bool:
     if type(x) is not torch.Tensor or x.is_floating_point() or x.is_complex():
         return False
-    if not 2 <= x.ndim or x.numel() > _LARGEST:
+    if not x.ndim >= 2 or x.numel() > _LARGEST:
         return False
     return x.dtype is torch.bool or bool(((x == 0) | (x == 1)).all())
 
@@ -102,10 +102,9 @@ def _same(x: torch.Tensor, value: torch.Tensor) -> bool:
     """Compare a mask; on a GPU once for all layers, until somebody writes to it."""
     if not x.is_cuda or x.is_inference():
         return torch.equal(x, value)
-    version, known = _SEEN.get(x, (None, []))
-    if version != x._version:
-        known = []
-        _SEEN[x] = x._version, known
+    if x not in _SEEN or _SEEN[x][0] != x._version:
+        _SEEN[x] = x._version, []
+    known = _SEEN[x][1]
     for other, same in known:
         if other is value:
             return same

@@ -66,6 +66,28 @@ def acausal(q: Tensor) -> Tensor:
     return places()[:, None] <= places()
 
 
+def written(q: Tensor) -> Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask[0, 5] = True
+    return mask
+
+
+def filled(q: Tensor) -> Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask.view(-1)[3:5].fill_(True)
+    return mask
+
+
+def data_written(q: Tensor) -> Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask.data[0, 5] = True
+    return mask
+
+
+def in_place(q: Tensor) -> Tensor:
+    return torch.full((S, S), float("-inf")).triu_(1)
+
+
 def repeat(x: Tensor) -> Tensor:
     """As transformers repeats keys and values."""
     b, h, s, d = x.shape
@@ -85,6 +107,10 @@ def repeat(x: Tensor) -> Tensor:
         (biased, False, ""),
         (of_values, True, ""),
         (acausal, False, ""),
+        (written, False, ""),
+        (filled, True, ""),
+        (data_written, False, ""),
+        (in_place, True, "causal"),
     ],
 )
 def test_a_mask_is_given_by_word_where_it_says_no_more(

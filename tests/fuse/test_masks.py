@@ -12,7 +12,7 @@ from coda_agent.fuse import backend, masks
 from coda_agent.fuse.backend import coda
 from tests.fuse.test_joint import norms
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "vocab_size": 96}  # fmt: skip
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False)
 BERT = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -81,10 +81,30 @@ def test_a_mask_written_to_is_compared_again(graphs: Graphs) -> None:
     torch.manual_seed(0)
     model, mask = LlamaForCausalLM(LLAMA).eval(), padded(32)
     called = torch.compile(model, backend=coda)
-    with torch.no_grad():
+    with torch.inference_mode():
         result(called, mask)
         mask[2, 5:] = 0
         assert norms(result(called, mask), result(model, mask)) < 1e-5
+
+
+def test_a_mask_that_a_graph_writes_to_stays_one(graphs: Graphs) -> None:
+    def part(q: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.clone()
+        mask[:, 0, 3] = False
+        return ATTENTION(q, q, q, attn_mask=mask)
+
+    def whole(q: Tensor, mask: Tensor) -> Tensor:
+        mask.logical_and_(torch.ones(9, 9, dtype=torch.bool).tril())
+        return ATTENTION(q, q, q, attn_mask=mask)
+
+    q, written = torch.randn(2, 3, 9, 8), list[Tensor]()
+    for function in part, whole:
+        results = list[Tensor]()
+        for called in torch.compile(function, backend=coda), function:
+            written.append(torch.ones(2, 1, 9, 9, dtype=torch.bool))
+            results.append(called(q, written[-1]))
+        assert norms(*results) < 1e-5 and torch.equal(*written[-2:])
+    assert graphs.masked == [[True], [True]]
 
 
 def test_padded_at_first_it_stays_a_mask(graphs: Graphs) -> None:
@@ -102,7 +122,8 @@ def test_layers_whose_mask_another_graph_made(graphs: Graphs) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LLAMA).eval()
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+        hook: Any = torch.compiler.disable(lambda *_: None)
+        layer.register_forward_pre_hook(hook)
     called = torch.compile(lambda ids: model(input_ids=ids).logits, backend=coda)
     with torch.no_grad():
         assert norms(called(IDS), model(input_ids=IDS).logits) < 1e-5

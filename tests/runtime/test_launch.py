@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -28,7 +29,7 @@ from coda_agent.primitives import (
     pairs,
 )
 from coda_agent.primitives.lower import forget
-from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import UNFUSED, TileConfig
 from coda_agent.runtime import launch as module
 from coda_agent.runtime.launch import Arguments, allocate, bind, launch, launcher
 from coda_agent.runtime.target import target
@@ -36,6 +37,7 @@ from coda_agent.runtime.target import target
 M, N, K = 40, 272, 1024
 PLAIN = TileConfig(128, 128, 2, 1, True)
 SPLIT = TileConfig(128, 128, 1, 2, True, split_k=2)
+DYNAMIC = TileConfig(128, 128, 2, 1, True, dynamic=True)
 TRANSPOSED = TileConfig(128, 32, 1, 1, True, swap_ab=True)
 
 
@@ -126,7 +128,14 @@ def flat(x: Any, known: set[int]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("program", "config"),
-    [(many, PLAIN), (many, SPLIT), (added, PLAIN), (wide, PLAIN), (scaled, TRANSPOSED)],
+    [
+        (many, PLAIN),
+        (many, SPLIT),
+        (many, DYNAMIC),
+        (added, PLAIN),
+        (wide, PLAIN),
+        (scaled, TRANSPOSED),
+    ],
     ids=lambda x: x.name if isinstance(x, Program) else x.label,
 )
 def test_a_bound_launch_passes_what_quack_passes(
@@ -142,7 +151,8 @@ def test_a_bound_launch_passes_what_quack_passes(
     plan = module._plan(Arguments(program, a, b, operands, outputs, config))
     d, c = values.pop("D", None), values.pop("c", None)
     slots = (b.mT, a) if config.swap_ab else (a, b)
-    run_gemm_epi_plan(plan, *slots, d, c, values)
+    counter = memory.tile_counter(a.device) if config.dynamic else None
+    run_gemm_epi_plan(plan, *slots, d, c, values, tile_count_semaphore=counter)
     tensors = [a, b, *operands.values(), *outputs.values()]
     known = {t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
     ours, theirs = (flat(call, known) for call in calls)
@@ -150,6 +160,18 @@ def test_a_bound_launch_passes_what_quack_passes(
     passed = {address for x in ours if isinstance(x, tuple) for address in x[0]}
     numbers = {operands["beta"].data_ptr()} if "beta" in operands else set()
     assert passed == known - numbers and numbers <= set(x for x in ours if isinstance(x, int))
+
+
+def test_tiles_are_counted_where_there_are_more_than_ctas() -> None:
+    wide, turned = TileConfig(128, 256, 2, 1), TileConfig(128, 64, swap_ab=True)
+    assert wide.scheduled(2048, 2048) == wide
+    assert wide.scheduled(4096, 4096) == replace(wide, dynamic=True)
+    assert replace(wide, dynamic=True).scheduled(2048, 2048) == wide
+    assert turned.scheduled(16, 8192).dynamic is False
+    assert turned.scheduled(256, 8192).dynamic
+    for other in replace(wide, split_k=2), replace(wide, persistent=False), UNFUSED[0]:
+        assert not other.scheduled(1 << 16, 1 << 16).dynamic
+    assert wide.scheduled(4096, 4096).label == "128x256 coop 2x1 dynamic"
 
 
 def test_a_launcher_that_was_set_sees_bound_launches(
