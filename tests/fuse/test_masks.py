@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from coda_agent.fuse import backend, masks
@@ -134,12 +135,19 @@ def test_nothing_is_compared_while_a_cuda_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, value = torch.zeros(2, 3), torch.ones(2, 3)
-    called = masks.by_masks({0: value}, lambda x: "special", lambda x: "general", lambda _: print)
+    results = (lambda x, word=word: word for word in ("special", "general", "compiled"))
+    special, general, compiled = results
+    called = masks.by_masks({0: value}, special, general, lambda _: compiled)
     assert called(value) == "special"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.warns(UserWarning, match="runs uncompiled"):
         assert called(x) == "general"
+    monkeypatch.undo()
+    assert called(x) == "compiled"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert called(value) == "compiled"
 
 
 def test_equal_values_are_kept_once() -> None:
@@ -148,6 +156,14 @@ def test_equal_values_are_kept_once() -> None:
     assert torch.equal(kept, mask) and kept.untyped_storage().nbytes() == 36
     assert masks._kept(mask.clone()) is kept
     assert masks._kept(~mask) is not kept
+
+
+def test_a_small_mask_is_not_waited_for() -> None:
+    with FakeTensorMode():
+        sizes = (4, 4096), (2, 1024), (4, 1, 512, 512), (2, 128), (1, 1, 512, 512)
+        pays = [masks._pays(torch.empty(*s, dtype=torch.bool, device="cuda")) for s in sizes]
+    assert pays == [True, True, True, False, False]
+    assert masks._pays(torch.ones(2, 3))
 
 
 def test_tokens_are_no_masks() -> None:
