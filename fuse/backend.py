@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from coda_agent.fuse.attention import fold_masks
-from coda_agent.fuse.joint import Kernels, copied, left_where_it_fails
+from coda_agent.fuse.joint import Kernels, copy_graph, left_where_it_fails
 from coda_agent.fuse.loops import join_loops
 from coda_agent.fuse.losses import spell_by_rows
 from coda_agent.fuse.masks import by_masks, fold_given_masks
@@ -54,7 +54,7 @@ def coda(
     with left_where_it_fails(module.graph):
         for change in fold_masks, join_loops, spell_by_rows:
             change(module.graph)
-        before = copied(module.graph)
+        before = copy_graph(module.graph)
         if values := fold_given_masks(module.graph, inputs):
             general = fx.GraphModule(module, before)
     module.recompile()

@@ -73,7 +73,7 @@ class Kernels(CustomGraphPass):
             put_kernels(graph, fp8=self._fp8)
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Copy a module's graph, with what AOTAutograd reads of its nodes."""
     copy = fx.Graph(graph.owning_module)
     copy.output(copy.graph_copy(graph, {}))
@@ -88,7 +88,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
 def left_where_it_fails(graph: fx.Graph) -> Iterator[None]:
     """Leave a module's graph as it was where a change fails; warn."""
     module: Any = graph.owning_module
-    before = copied(graph)
+    before = copy_graph(graph)
     try:
         yield
     except Exception as error:  # whatever it is, the graph as it was is right
