@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -127,26 +126,23 @@ def run(*args: str, code: int = 0) -> Any:
     return json.loads(result.stdout) if "--json" in args else result.stdout + result.stderr
 
 
-def _processor_s() -> float:
-    """Of children that have ended: a busy machine takes longer, and no more of it."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def test_help_is_fast() -> None:
-    code = "from coda_agent.agent.cli import main; main()"
-    start = _processor_s()
-    for args in (["--help"], ["generate", "--help"]):
+def test_help_loads_little() -> None:
+    """Modules are counted instead of seconds, which are a busy machine's."""
+    code = """
+import sys
+from coda_agent.agent.cli import main
+try:
+    main()
+finally:
+    print(len(sys.modules), {"torch", "cutlass", "quack", "git"} & set(sys.modules))
+"""
+    for args, most in ((["--help"], 300), (["generate", "--help"], 600)):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, check=True)
         assert b"Usage" in done.stdout
-    seconds = (_processor_s() - start) / 2
-    print(f"--help: {seconds:.2f} s")
-    assert seconds < 0.75
-    heavy = "import sys; print({'torch','cutlass','quack','pydantic','git'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import coda_agent.agent.cli; {heavy}"], capture_output=True
-    )
-    assert done.stdout == b"set()\n"
+        loaded, heavy = done.stdout.decode().splitlines()[-1].split(maxsplit=1)
+        print(f"{args}: {loaded} modules")
+        assert heavy == "set()"
+        assert int(loaded) < most
 
 
 def test_a_list_of_commands_says_what_each_says_itself() -> None:
