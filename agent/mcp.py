@@ -19,17 +19,17 @@ import sys
 import tomllib
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from coda_agent.agent import prompt, references
 from coda_agent.agent import runs as past
 from coda_agent.agent.calls import Calls
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
-from coda_agent.agent.reply import BUG, answered
+from coda_agent.agent.reply import BUG, Reply, answered
 from coda_agent.agent.session import Call, end, perform
 from coda_agent.agent.workbench import NEXT, TOOLS
-from coda_agent.agent.workbench.registry import Result
+from coda_agent.agent.workbench.registry import Result, registry, told, tool
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import write_whole
@@ -43,27 +43,6 @@ _SPEC = {
     "type": "string",
     "description": "Name of the spec this is about, or a path to one; else that of the last call.",
 }
-_DOORS: dict[str, dict[str, Any]] = {
-    "list_specs": {
-        "description": "The names of the specs that there are, and which have a kernel.",
-        "properties": {"word": {"type": "string", "description": "Part of a name."}},
-        "required": [],
-    },
-    "new_spec": {
-        "description": "Drafts a spec from a PyTorch function, which is run in a sandbox only.",
-        "properties": {
-            "function": {"type": "string", "description": "Its Python, with its imports."},
-            "shapes": {
-                "type": "array", "items": {"type": "string"},
-                "description": "An example for each argument: x=4096,4096 or t=4096:int64; x= is "
-                "a number.",
-            },
-            "name": {"type": "string", "description": "Of the spec; else the function's."},
-        },
-        "required": ["function", "shapes"],
-    },
-}  # fmt: skip
-"""Tools that are about no run."""
 _WRITE = (
     "Write a kernel for the spec {spec} with coda-agent's tools: read_spec; compose, which may "
     "write all of it or leave holes; write_candidate or edit_candidate; check at level interpret "
@@ -94,12 +73,11 @@ class Connection:
         self, name: str, given: dict[str, Any], client: str, observer: Observer
     ) -> tuple[Result, str]:
         """Do one tool call: its result, and the run it belongs to."""
-        if name in _DOORS:
-            door = {"list_specs": self.list_specs, "new_spec": self.new_spec}[name]
-            try:
-                return door(**given), ""
-            except (CodaError, OSError, TypeError) as error:
-                return Result(ok=False, text=str(error)), ""
+        if door := DOORS.get(name):
+            reply = answered(lambda: Reply(door.function(self.workspace, **door.parsed(given))))
+            if isinstance(reply.document, Result):
+                return reply.document, ""
+            return Result(ok=False, text=reply.text.removeprefix("error: ")), ""
         try:
             path = self._spec(given.pop("spec", None))
         except (CodaError, OSError) as error:
@@ -135,20 +113,6 @@ class Connection:
                 return run.id
         return None
 
-    def list_specs(self, word: str = "") -> Result:
-        """List specs that have a word, and say which have a kernel."""
-        done = {kernel.name for kernel in self.workspace.kernels()}
-        names = sorted(self.workspace.spec_names())
-        found = [f"{x}{' (has a kernel)' * (x in done)}" for x in names if word.lower() in x]
-        return Result(text="\n".join(found) or f"no spec has {word!r} in its name")
-
-    def new_spec(self, function: str, shapes: list[str], name: str = "") -> Result:
-        """Draft a spec from the text of a PyTorch function."""
-        source = extracted(function, "function")
-        path = references.new_spec(self.workspace.specs, source, shapes, name or None)
-        said = f"{path.stem}: drafted, {path}\n\n{path.read_text('utf-8')}"
-        return Result(text=said, data={"spec": path.stem})
-
     def _spec(self, name: Any) -> Path:
         """Find the spec that is named, or that of the last call."""
         if name is not None:
@@ -169,6 +133,36 @@ class Connection:
                 traceback.print_exc()  # and the next one is ended all the same
 
 
+@tool(reads=True)
+def list_specs(workspace: Workspace, word: Annotated[str, told("Part of a name.")] = "") -> Result:
+    """The names of the specs that there are, and which have a kernel."""
+    done = {kernel.name for kernel in workspace.kernels()}
+    names = sorted(workspace.spec_names())
+    found = [f"{x}{' (has a kernel)' * (x in done)}" for x in names if word.lower() in x]
+    return Result(text="\n".join(found) or f"no spec has {word!r} in its name")
+
+
+@tool()
+def new_spec(
+    workspace: Workspace,
+    function: Annotated[str, told("Its Python, with its imports.")],
+    shapes: Annotated[
+        list[str],
+        told("An example for each argument: x=4096,4096 or t=4096:int64; x= is a number."),
+    ],
+    name: Annotated[str, told("Of the spec; else the function's.")] = "",
+) -> Result:
+    """Drafts a spec from a PyTorch function, which is run in a sandbox only."""
+    source = extracted(function, "function")
+    path = references.new_spec(workspace.specs, source, shapes, name or None)
+    said = f"{path.stem}: drafted, {path}\n\n{path.read_text('utf-8')}"
+    return Result(text=said, data={"spec": path.stem})
+
+
+DOORS = registry(sys.modules[__name__])
+"""Tools that are about no run."""
+
+
 def server(connection: Connection) -> "Server[Any]":
     """Make the MCP server of a connection."""
     import anyio
@@ -178,7 +172,7 @@ def server(connection: Connection) -> "Server[Any]":
     turn = anyio.Lock()
 
     async def list_tools(context: Any, params: Any) -> types.ListToolsResult:
-        names = [*_DOORS, *TOOLS]
+        names = [*DOORS, *TOOLS]
         return types.ListToolsResult(tools=[types.Tool(**described(name)) for name in names])
 
     async def list_prompts(context: Any, params: Any) -> types.ListPromptsResult:
@@ -196,13 +190,13 @@ def server(connection: Connection) -> "Server[Any]":
     async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         about = context.session.client_params
         client = re.sub(r"[^\w.@/+ -]", "_", about.client_info.name)[:70] if about else "unknown"
-        told = itertools.count(1)  # the protocol wants a number that grows; the gates start over
+        counted = itertools.count(1)  # the protocol wants a number that grows; the gates start over
 
         def observer(type: str, data: dict[str, Any]) -> None:
             if type in _EYES:
                 count = f" {data['done']}/{data['total']}" if "done" in data else ""
                 note = f"{data.get('gate')}{count} {data.get('note') or ''}".strip()
-                anyio.from_thread.run(context.session.report_progress, next(told), None, note)
+                anyio.from_thread.run(context.session.report_progress, next(counted), None, note)
 
         given = params.name, dict(params.arguments or {}), client, observer
         async with turn:
@@ -232,19 +226,15 @@ def server(connection: Connection) -> "Server[Any]":
 
 def described(name: str) -> dict[str, Any]:
     """Describe a tool as MCP lists it, the spec another field."""
-    reads, closing = name == "list_specs", name in ("submit", "give_up")
-    if door := _DOORS.get(name):
-        about = {"type": "object", "properties": door["properties"], "required": door["required"]}
-        found = {"description": door["description"], "input_schema": about}
-    else:
-        tool = TOOLS[name]
-        schema, reads = tool.schema(), tool.reads
+    known = DOORS.get(name) or TOOLS[name]
+    schema, closing = known.schema(), name in ("submit", "give_up")
+    if name in TOOLS:
         schema["properties"] = {"spec": _SPEC, **schema["properties"]}
-        found = {"description": tool.description, "input_schema": schema}
     output = Result.model_json_schema()
     output["properties"]["run"] = {"type": "string"}
-    hints = {"read_only_hint": reads, "destructive_hint": closing, "open_world_hint": False}
-    return {"name": name, "annotations": hints, "output_schema": output, **found}
+    hints = {"read_only_hint": known.reads, "destructive_hint": closing, "open_world_hint": False}
+    about = {"description": known.description, "input_schema": schema, "output_schema": output}
+    return {"name": name, "annotations": hints, **about}
 
 
 def serve(connection: Connection) -> None:
