@@ -26,7 +26,8 @@ KINDS = (
     "extension",
 )
 _FUNCTIONS = {
-    **dict.fromkeys(("group_max", "group_mean", "group_min", "group_sum", "rotate_half"), "group"),
+    **dict.fromkeys(("group_max", "group_mean", "group_min", "group_sum"), "group"),
+    **dict.fromkeys(("exchange", "rotate_half"), "group"),
     "pairs": "pairwise",
     "interleave": "pairwise",
     "rotary": "pairwise",

@@ -15,20 +15,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cutlass import Float32, cute
+from cutlass.cutlass_dsl import select_
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import EpiContext
 
 from coda_agent.primitives.fast_math import binary
 from coda_agent.primitives.graph import Graph, Node
 from coda_agent.primitives.group_store import Places
-from coda_agent.primitives.groups import ROTATED, spans
+from coda_agent.primitives.groups import MOVED, ROTATED, spans
 from coda_agent.primitives.placed_tiles import fed, name_of
 
 _arch: Any = cute.arch
 
 
 def which_of(op: str) -> str:
-    """Name an operation's statistic: "sum", "max", "min" or `ROTATED`."""
+    """Name an operation's statistic: "sum", "max", "min", or what moves columns."""
     return op.split()[0].removeprefix("group_")
 
 
@@ -41,6 +42,22 @@ def exchanged(which: str, value: Any, lanes: int) -> Any:
     if lanes == 1:
         return value
     return _arch.warp_reduction(value, _FOLDS[which], threads_in_group=lanes)
+
+
+def beside(value: Any, apply: Callable[..., Any], *, rotated: bool) -> Any:
+    """Exchange the columns of a pair, which may have a number in common."""
+    first, second = value if isinstance(value, tuple) else (value, value)
+    return Pair(apply("neg", second) if rotated else second, first)
+
+
+def shuffled(value: Any, lanes: int, late: Any = None) -> Any:
+    """Take what the thread `lanes` away holds, negated where `late` is 0."""
+
+    def moved(x: Any) -> Any:
+        other = _arch.shuffle_sync_bfly(Float32(x), offset=lanes)
+        return other if late is None else Float32(select_(late != 0, other, -other))
+
+    return Pair(*map(moved, value)) if isinstance(value, tuple) else moved(value)
 
 
 def parts(which: str, values: list[Any]) -> Any:
@@ -116,7 +133,7 @@ class _Values:
     def fold(self) -> None:
         """Fold each statistic, in the graph's order."""
         for node in self.groups:
-            if (which := which_of(self.graph.nodes[node].op)) == ROTATED:
+            if (which := which_of(self.graph.nodes[node].op)) in MOVED:
                 continue
             found = dict[Any, Any]()
             for coord, elements in self.subtiles.items():
@@ -124,20 +141,30 @@ class _Values:
                 for i in elements:
                     key, value = self._key(node, coord, i), self._argument(node, coord, i, held)
                     found[key] = parts(which, [*([found[key]] if key in found else []), value])
-            lanes = self.places.lanes
+            lanes = min(self.places.lanes, self.groups[node] // 2)  # each has two columns of eight
             self.totals[node] = {key: exchanged(which, x, lanes) for key, x in found.items()}
 
     def of(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
         """Give a statistic at an element; its loaded operands are `held`."""
         if node in self.totals:
             return self.totals[node][self._key(node, coord, i)]
+        if (node, coord, i) not in held:
+            held[node, coord, i] = self._moved(node, coord, i, held)
+        return held[node, coord, i]
+
+    def _moved(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
+        """Give the value of the column half a group away, rotated or as it is."""
         row, column = self.places.of(coord, i)
-        # A thread holds both halves, which are whole multiples of a quad's eight columns apart.
-        width = self.groups[node]
-        late = column % width >= width // 2
-        other = self._at[row, column + (-width if late else width) // 2]
-        value = self._argument(node, *other, held)
-        return value if late else self.apply("neg", value)
+        distance = self.groups[node] // 2
+        rotated = which_of(self.graph.nodes[node].op) == ROTATED
+        if self.places.lanes > 1 and 1 < distance < 8:  # a lane has two columns of eight
+            lanes = distance // 2
+            value = self._argument(node, coord, i, held)
+            return shuffled(value, lanes, _arch.lane_idx() & lanes if rotated else None)
+        if (row, column ^ distance) in self._at:
+            value = self._argument(node, *self._at[row, column ^ distance], held)
+            return self.apply("neg", value) if rotated and not column & distance else value
+        return beside(self._argument(node, coord, i, held), self.apply, rotated=rotated)
 
     def tiles(self, coord: Any, acc: Any, paired: int) -> dict[str, Any]:
         """Give statistics at a subtile's elements, pairs where `paired` is 2."""

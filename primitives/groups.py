@@ -16,17 +16,20 @@ from coda_agent.primitives.kinds import FLOATS, Operand, Output
 from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, nonlinear
 from coda_agent.primitives.tables import Table
 
-__all__ = ["GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
-__all__ += ["group_max", "group_mean", "group_min", "group_sum", "rotate_half"]
+__all__ = ["GroupTile4", "GroupTile8", "GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
+__all__ += ["exchange", "group_max", "group_mean", "group_min", "group_sum", "rotate_half"]
 
-WIDTHS = (16, 32, 64, 128)
-ROTATED = "rotate_half"
+WIDTHS = (4, 8, 16, 32, 64, 128)
+ROTATED, EXCHANGED = "rotate_half", "exchange"
+MOVED = (ROTATED, EXCHANGED)
+"""What moves a group's columns, and folds none."""
+_ALLOWED = {EXCHANGED: (1, 2, 4, 8, 16, 32, 64), ROTATED: (2, *WIDTHS)}
 
 
 def group_sum(x: Value, width: int) -> Value:
     """The sum of each group of `width` adjacent columns of x (M, N), in each column of the group.
 
-    `width` is 16, 32, 64 or 128 and divides N; of a half-width x at most 64. x is computed from the
+    `width` is 4, 8, 16, 32, 64 or 128 and divides N; of a half-width x at most 64. x is made of the
     accumulator, vectors and numbers: tiles arrive too late. Cost: x is computed twice, and each
     thread folds its columns and exchanges two words a group.
 
@@ -67,9 +70,10 @@ def rotate_half(x: Value, width: int) -> Value:
     """Each group of `width` adjacent columns of x (M, N) with its halves exchanged, and what comes
     to stand first negated: (-second, first).
 
-    `width` and x are as for `group_sum`, and x may need tables too, but no tile. Use it for rotary
-    embedding whose pairs are columns j and j + width / 2 of each head, as Hugging Face has them;
-    the weight stays as it is. Cost: the sign, since a thread holds both columns.
+    `width` and x are as for `group_sum`, or `width` is 2, and x may need tables too, but no tile.
+    Use it for rotary embedding whose pairs are columns j and j + width / 2 of each head, as Hugging
+    Face has them; the weight stays as it is. Cost: the sign, since a thread holds both columns; up
+    to a width of 8 a word from another thread.
 
         @epilogue(O=Tile)
         def rope(acc, c: PositionTable, s: PositionTable):
@@ -80,27 +84,50 @@ def rotate_half(x: Value, width: int) -> Value:
     return _recorded(ROTATED, x, width)
 
 
+def exchange(x: Value, distance: int) -> Value:
+    """In each column j of x (M, N) the value of column j XOR `distance`.
+
+    `distance` is 1, 2, 4, 8, 16, 32 or 64, and twice that divides N; of a half-width x at most 32.
+    x is as for `rotate_half`. Use it for transforms by butterflies, as Hadamard's, and for what
+    compares the columns of a small group. Cost: nothing from 8 on and at 1, since a thread holds
+    both columns; else a word from another thread.
+
+        y = exchange(acc + rotate_half(acc, 2), 1)  # sums in even columns, differences in odd ones
+    """
+    return _recorded(EXCHANGED, x, distance)
+
+
 def _recorded(which: str, x: Value, width: int) -> Value:
-    if width not in WIDTHS:
-        raise ProgramError(f"{_named(which)}(): width is {width!r}, expected one of {WIDTHS}")
+    word, allowed = "distance" if which == EXCHANGED else "width", _ALLOWED.get(which, WIDTHS)
+    if width not in allowed:
+        raise ProgramError(f"{_named(which)}(): {word} is {width!r}, expected one of {allowed}")
     if not isinstance(x, Value) or x.shape not in (Shape.TILE, Shape.HALF):
         raise ProgramError(f"{_named(which)}() takes a value (M, N) or (M, N/2)")
-    if x.shape is Shape.HALF and width > 64:
+    op = f"{_named(which)} {width}"
+    if x.shape is Shape.HALF and (columns := 2 * _span(op)) > 128:
         raise ProgramError(
-            f"group_{which}(): {width} columns of half width are {2 * width} of the accumulator, "
-            "expected at most 128"
+            f"{_named(which)}(): {columns // 2} columns of half width are {columns} of the "
+            "accumulator, expected at most 128"
         )
-    return x.graph.add(Node(f"{_named(which)} {width}", (x.index,), x.shape))
+    return x.graph.add(Node(op, (x.index,), x.shape))
 
 
 def _named(which: str) -> str:
-    return which if which == ROTATED else f"group_{which}"
+    return which if which in MOVED else f"group_{which}"
+
+
+def _span(op: str) -> int:
+    """Count the columns of an operation's group."""
+    name, number = op.split()
+    return int(number) * (2 if name == EXCHANGED else 1)
 
 
 def folded(which: str, x: Any, width: int) -> Any:
     """Compute the meaning in torch."""
     import torch
 
+    if which == EXCHANGED:
+        return x.unflatten(-1, (-1, 2, width)).flip(-2).flatten(-3)
     groups = x.unflatten(-1, (-1, width))
     if which == ROTATED:
         return torch.cat([-groups[..., width // 2 :], groups[..., : width // 2]], -1).flatten(-2)
@@ -112,8 +139,8 @@ def _untraced(*_: Any) -> Any:
     raise AssertionError("a group's statistic needs its other elements")
 
 
-for _which in ("sum", "max", "min", ROTATED):
-    for _width in WIDTHS:
+for _which in ("sum", "max", "min", *MOVED):
+    for _width in _ALLOWED.get(_which, WIDTHS):
         _name = f"{_named(_which)} {_width}"
         GROUPS[_name] = Op(
             _name,
@@ -122,7 +149,7 @@ for _which in ("sum", "max", "min", ROTATED):
             arity=1,
             call=partial(_recorded, _which, width=_width),
             edge=kept,
-            degree=(lambda x: Degree(x)) if _which in ("sum", ROTATED) else nonlinear,
+            degree=(lambda x: Degree(x)) if _which in ("sum", *MOVED) else nonlinear,
         )
 
 
@@ -131,7 +158,7 @@ def spans(graph: Graph) -> dict[int, int]:
     found = {}
     for i, node in enumerate(graph.nodes):
         if node.op in GROUPS:
-            found[i] = int(node.op.split()[1]) * (2 if node.shape is Shape.HALF else 1)
+            found[i] = _span(node.op) * (2 if node.shape is Shape.HALF else 1)
     return found
 
 
@@ -196,5 +223,5 @@ def _kind(width: int) -> type[GroupTile]:
     return type(f"GroupTile{width}", (GroupTile,), {**facts, "__module__": __name__})
 
 
-GroupTile16, GroupTile32, GroupTile64, GroupTile128 = map(_kind, WIDTHS)
-GROUP_TILES = (GroupTile16, GroupTile32, GroupTile64, GroupTile128)
+GROUP_TILES = tuple(map(_kind, WIDTHS))
+GroupTile4, GroupTile8, GroupTile16, GroupTile32, GroupTile64, GroupTile128 = GROUP_TILES

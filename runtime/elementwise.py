@@ -25,8 +25,8 @@ from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.math import Pair
 
 from coda_agent.primitives.graph import Shape
-from coda_agent.primitives.group_fold import exchanged, parts, replayed, which_of
-from coda_agent.primitives.groups import ROTATED, GroupTile, spans
+from coda_agent.primitives.group_fold import beside, exchanged, parts, replayed, shuffled, which_of
+from coda_agent.primitives.groups import MOVED, ROTATED, GroupTile, spans
 from coda_agent.primitives.lower import apply
 from coda_agent.primitives.placed_tiles import placed
 from coda_agent.primitives.program import Program
@@ -206,16 +206,26 @@ class Elementwise:
     def _statistic(self, place: Any, node: int, values: list[Any]) -> list[Any]:
         """Compute a group's statistic, with the threads that hold its columns."""
         graph = self.program.graph
-        which, lanes = which_of(graph.nodes[node].op), spans(graph)[node] // COLUMNS
-        if which == ROTATED:
-            late = place.vector % lanes >= lanes // 2
+        which, span = which_of(graph.nodes[node].op), spans(graph)[node]
+        if which in MOVED:
+            return self._moved(place, span // 2, values, rotated=which == ROTATED)
+        count = len(values) * min(span, COLUMNS) // COLUMNS  # values of a group in this thread
+        groups = (values[i : i + count] for i in range(0, len(values), count))
+        lanes = max(1, span // COLUMNS)
+        found = (exchanged(which, parts(which, group), lanes) for group in groups)
+        return [x for x in found for _ in range(count)]
 
-            def other(x: Any) -> Any:
-                moved = _arch.shuffle_sync_bfly(Float32(x), offset=lanes // 2)
-                return Float32(select_(late, moved, -moved))
-
-            return [Pair(*map(other, v)) if isinstance(v, tuple) else other(v) for v in values]
-        return [exchanged(which, parts(which, values), lanes)] * len(values)
+    def _moved(self, place: Any, distance: int, values: list[Any], *, rotated: bool) -> list[Any]:
+        """Give the values of columns so far away, rotated or as they are."""
+        if distance >= COLUMNS:
+            lanes = distance // COLUMNS
+            late = place.vector & lanes if rotated else None
+            return [shuffled(value, lanes, late) for value in values]
+        if distance < (own := COLUMNS // len(values)):  # beside it in its pair
+            return [beside(value, apply, rotated=rotated) for value in values]
+        away = distance // own
+        found = [values[e ^ away] for e in range(len(values))]
+        return [apply("neg", x) if rotated and not e & away else x for e, x in enumerate(found)]
 
     @cute.jit
     def _gather(self, out, values, index, row):

@@ -37,7 +37,7 @@ _WIDEST = 2.0**16  # of an angle: float32 holds it to 2^-8, and a quotient by 2 
 # What tells a number that float32 happens to hold from one that is exact, as a share of it. Odd: a
 # multiple of 3 is one no longer, which a remainder by 1.5 shows, and no power of two meets it.
 MARK = 141 * 2.0**-52
-_BLOCK = 16  # columns, the fewest that a group has
+_BLOCK = 16  # columns, of one power of two
 
 
 class Draw(NamedTuple):

@@ -48,8 +48,8 @@ from tests.meanings import BINARY, GRID, UNARY, domain
 from tests.programs import built
 
 NOT_ELEMENTWISE = {
-    "clamp", "column_index", "derivative", "dropout", "epilogue", "gather", "group_max", "group_mean",
-    "group_min", "group_sum", "interleave", "pairs", "philox_uniform", "ptx", "rotary", "rotate", "rotate_half",
+    "clamp", "column_index", "derivative", "dropout", "epilogue", "exchange", "gather", "group_max",
+    "group_mean", "group_min", "group_sum", "interleave", "pairs", "philox_uniform", "ptx", "rotary", "rotate", "rotate_half",
     "row_index", "where",
 }  # fmt: skip
 

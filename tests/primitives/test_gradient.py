@@ -29,6 +29,7 @@ from coda_agent.primitives import (
     WideTile,
     clamp,
     epilogue,
+    exchange,
     gather,
     group_max,
     group_sum,
@@ -67,7 +68,7 @@ def head(acc, r: ColVector, y: ColIndex, x: Tile):
 @epilogue(O=Tile, s=GroupTile16)
 def tables(acc, p: PositionTable, h: SampleHeads, t: HeadTable):
     x = rotate_half(acc * p, 32) + h * t
-    return {"O": x * x, "s": group_sum(acc * acc, 16)}
+    return {"O": x * x, "s": group_sum(acc * exchange(acc * p, 4), 16)}
 
 
 @epilogue(X=AddTile, s=RowSum)

@@ -318,7 +318,7 @@ def test_declaring_a_wrong_kind(kind: Any, label: str) -> None:
         epilogue(O=kind)
     assert str(error.value) == (
         f"output 'O' is declared as {label}, expected one of Tile, HalfTile, WideTile, "
-        "AddTile, RowGather, GroupTile16, GroupTile32, GroupTile64, "
+        "AddTile, RowGather, GroupTile4, GroupTile8, GroupTile16, GroupTile32, GroupTile64, "
         "GroupTile128, RowSum, RowMean, RowMax, RowMin, RowLogSumExp, ColSum, ColMax"
     )
 

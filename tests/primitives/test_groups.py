@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from coda_agent.demos import demos
 from coda_agent.primitives import (
     GroupTile32,
     HalfTile,
@@ -15,12 +16,14 @@ from coda_agent.primitives import (
     WideTile,
     derivative,
     epilogue,
+    exchange,
     group_max,
     group_mean,
     group_min,
     group_sum,
     interleave,
     pairs,
+    rotate_half,
 )
 from coda_agent.primitives.errors import CompileError, ProgramError
 from coda_agent.primitives.inspect import inspect_program
@@ -48,6 +51,15 @@ def halves(acc, b: RowVector):
     return {"H": x * group_sum(y, 16)}
 
 
+@epilogue(O=Tile, H=HalfTile)
+def pairs_of_pairs(acc):
+    x, y = pairs(exchange(acc, 1))
+    return {"O": rotate_half(acc, 2) + exchange(acc, 4), "H": exchange(x + y, 1) * exchange(x, 8)}
+
+
+EXCHANGED = {p.name: p for d in demos() if d.name == "exchanged_columns" for p in d.programs}
+
+
 @pytest.mark.parametrize("compute", [torch.float32, torch.float64])
 def test_values_by_hand(compute: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -69,6 +81,19 @@ def test_values_by_hand(compute: torch.dtype) -> None:
         for j in range(64):
             odd = x[1::2][j - j % 16 : j - j % 16 + 16]
             assert half[m, j].item() == x[2 * j] * sum(odd)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 16, 64])
+def test_columns_are_exchanged(distance: int) -> None:
+    @epilogue(O=Tile)
+    def program(acc):
+        return {"O": exchange(acc, distance)}
+
+    a, b = torch.randn(5, 8).double(), torch.randn(128, 8).double()
+    got = interpret(program, a, b, {}, dtypes={"O": torch.float64}, compute=torch.float64)["O"]
+    product = a @ b.T
+    for n in range(128):
+        assert torch.equal(got[:, n], product[:, n ^ distance])
 
 
 def test_nan_stays_in_its_group() -> None:
@@ -99,6 +124,13 @@ def test_columns_that_groups_do_not_fill_are_refused() -> None:
     a, b = torch.zeros(4, 16).bfloat16(), torch.zeros(96, 16).bfloat16()
     with pytest.raises(Exception, match="N a multiple of 64"):
         function(a, b, {})
+
+
+def test_columns_are_exchanged_within_a_tile() -> None:
+    with pytest.raises(ProgramError, match=r"exchange\(\): distance is 3, expected one of"):
+        epilogue(O=Tile)(lambda acc: {"O": exchange(acc, 3)})
+    with pytest.raises(ProgramError, match="128 columns of half width are 256 of the accumulator"):
+        epilogue(O=HalfTile)(lambda acc: {"O": exchange(pairs(acc)[0], 64)})
 
 
 def test_what_no_kernel_has_in_time_is_refused() -> None:
@@ -153,6 +185,16 @@ def _traced(function) -> Program:
 def test_it_compiles(program: Program, arch: str, config: TileConfig) -> None:
     stored = {"first": "float32"} if program is every else {}
     found = built(program, arch, config, **stored)
+    assert 0 < found["registers"] <= 255 and found["local_stores"] == 0
+
+
+@pytest.mark.parametrize("config", [TileConfig(128, 128), UNFUSED[0]], ids=lambda x: x.label)
+@pytest.mark.parametrize("name", ["hadamard", "two_of_four", "pairs_of_pairs"])
+@pytest.mark.one_in(1)
+@pytest.mark.usefixtures("fresh_cache")
+def test_exchanges_stay_in_registers(name: str, config: TileConfig) -> None:
+    program = {**EXCHANGED, "pairs_of_pairs": pairs_of_pairs}[name]
+    found = built(program, "sm_90a", config, **{o: "float32" for o in program.outputs if o == "s"})
     assert 0 < found["registers"] <= 255 and found["local_stores"] == 0
 
 

@@ -208,7 +208,7 @@ def body(*lines: str, declared: str = "O=Tile", parameters: str = "acc, r: ColVe
         (["d = silu(x=acc, x=r)", 'return {"O": d}'], 8, "an argument is given twice: `silu(x=acc, x=r)`"),
         (["d = 1 / 0 * acc", 'return {"O": d * r}'], 8, "division by zero: `1 / 0`"),
         (["d = acc / 0", 'return {"O": d * r}'], 8, "division by the constant 0: `acc / 0`"),
-        (["d = group_sum(acc, 65)", 'return {"O": d * r}'], 8, "group_sum(): width is 65, expected one of (16, 32, 64, 128): `group_sum(acc, 65)`"),
+        (["d = group_sum(acc, 65)", 'return {"O": d * r}'], 8, "group_sum(): width is 65, expected one of (4, 8, 16, 32, 64, 128): `group_sum(acc, 65)`"),
         (["d = 3e38 * 10", "e = 300000000000000000000000000000000000000 * 10", 'return {"O": acc * r}'], 9, "constant is beyond float32: `300000000000000000000000000000000000000 * 10`"),
         (["d, e, f = pairs(acc)", 'return {"O": d * r}'], 8, "3 names for 2 values: `d, e, f`"),
         (["d, e = acc", 'return {"O": d * r}'], 8, "2 names for 1 value: `d, e`"),
