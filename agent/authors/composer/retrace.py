@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from coda_agent.agent.authors.composer.axes import PRODUCTS
 from coda_agent.agent.authors.composer.calls import ancestors, name_of
-from coda_agent.agent.authors.composer.capture import decompositions, noted
+from coda_agent.agent.authors.composer.capture import decompositions
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.specs.recording import alone
 
@@ -108,50 +109,135 @@ def retraced(graph: fx.Graph) -> Retraced:
     Raises:
         Refusal: one of its calls cannot be traced.
     """
-    owner = graph.owning_module
-    tensors = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    traced, values = _Copies(), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
+        val = node.meta.get("val")
+        match node.op:
+            case "placeholder" if isinstance(val, torch.Tensor):
+                values[node] = traced.graph.placeholder(node.name)
+                shape, stride = (tuple(map(plain, x)) for x in (val.shape, val.stride()))
+                values[node].meta = {"val": _fake(shape, stride, val.dtype)}
+            case "placeholder":
+                values[node] = plain(val)
+            case "get_attr":
+                values[node] = traced.attribute(_attribute(graph.owning_module, str(node.target)))
+            case "output":
+                pass
+            case _:
+                values[node] = traced.call(node, args, tree_map(_on_cpu, kwargs))
+    nodes = {
+        user: node
+        for user, node in values.items()
+        if isinstance(node, fx.Node) and isinstance(user.meta.get("val"), torch.Tensor)
+    }
     (output,) = (n for n in graph.nodes if n.op == "output")
+    traced.graph.output({user.name: node for user, node in nodes.items()})
+    share(traced.graph)
+    (end,) = (n for n in traced.graph.nodes if n.op == "output")
+    result = Retraced(
+        fx.GraphModule(traced.attributes, traced.graph),
+        {user: end.args[0][user.name] for user in nodes},
+    )
+    result.returning([n for n in tree_leaves(output.args[0]) if isinstance(n, fx.Node)])
+    return result
 
-    def run(*args: torch.Tensor) -> list[Any]:
-        env: dict[fx.Node, Any] = {}
-        given = iter(args)
-        for node in graph.nodes:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.get)
+
+class _Copies:
+    """A graph that is made of each call's own trace.
+
+    A call is traced once: regions that grow, and layers that repeat, have the same ones. Tracing
+    took two thirds of the composer's time.
+    """
+
+    def __init__(self) -> None:
+        self.graph, self.attributes = fx.Graph(), dict[str, Any]()
+
+    def attribute(self, value: Any) -> Any:
+        """Let a tensor be one of the graph's own."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        name = f"constant_{len(self.attributes)}"
+        self.attributes[name] = value
+        node = self.graph.create_node("get_attr", name)
+        node.meta = {"val": value}
+        return node
+
+    def call(self, origin: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Copy the trace of a call; what it gives."""
+        target: Any = origin.target
+        every = tree_leaves((args, kwargs))
+        inputs = [*dict.fromkeys(x for x in every if isinstance(x, fx.Node))]
+        if target is operator.getitem or not (inputs or isinstance(target, torch._ops.OpOverload)):
+            return target(*args, **kwargs)
+        template = _template(target, args, kwargs, inputs)
+        places = [n for n in template.graph.nodes if n.op == "placeholder"]
+        copies: dict[fx.Node, Any] = dict(zip(places, inputs, strict=True))
+        for node in template.graph.nodes:
             match node.op:
                 case "placeholder":
-                    val = node.meta["val"]
-                    env[node] = next(given) if isinstance(val, torch.Tensor) else plain(val)
-                case "get_attr":
-                    env[node] = _attribute(owner, str(node.target))
-                case "output":
                     pass
+                case "get_attr":
+                    copies[node] = self.attribute(getattr(template, str(node.target)))
+                case "output":
+                    return fx.map_arg(node.args[0], copies.__getitem__)
                 case _:
-                    with noted(ORIGIN, node):
-                        env[node] = node.target(*args, **tree_map(_on_cpu, kwargs))
-        return [env[node] for node in tensors]
+                    copy = copies[node] = self.graph.node_copy(node, copies.__getitem__)
+                    copy.meta = {**node.meta, "custom": {ORIGIN: origin}}
+        raise AssertionError("a graph has an output")
 
-    with alone(), FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [
-            torch.empty_strided(
-                [plain(x) for x in val.shape], [plain(x) for x in val.stride()], dtype=val.dtype
-            )
-            for node in tensors
-            if node.op == "placeholder"
-            for val in [node.meta["val"]]
-        ]
-        with notes.preserve_node_meta():
-            table = {**decompositions(), **APART, **MEANINGS}
-            try:
-                module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
-            except Exception as error:  # any operator of any library may be in a graph
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise Refusal(f"cannot be traced again: {reason}") from None
-    share(module.graph)
-    (end,) = (n for n in module.graph.nodes if n.op == "output")
-    values = zip(tensors, tree_leaves(end.args[0]), strict=True)
-    traced = Retraced(module, {user: n for user, n in values if isinstance(n, fx.Node)})
-    traced.returning([n for n in tree_leaves(output.args[0]) if isinstance(n, fx.Node)])
-    return traced
+
+_TEMPLATES: dict[Any, fx.GraphModule] = {}
+_SIMPLE = (
+    *(fx.Node, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _template(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> fx.GraphModule:
+    """Trace a call, or take the trace of one alike."""
+    places = {node: place for place, node in enumerate(inputs)}
+
+    def described(x: Any) -> Any:
+        if not isinstance(x, fx.Node):
+            return x
+        value = x.meta["val"]
+        return places[x], tuple(value.shape), value.stride(), value.dtype
+
+    simple = all(isinstance(x, _SIMPLE) for x in tree_leaves((args, kwargs)))
+    key = (target, repr(tree_map(described, (args, kwargs)))) if simple else None
+    if key in _TEMPLATES:
+        return _TEMPLATES[key]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        known = dict(zip(inputs, tensors, strict=True))
+        given, named = fx.map_arg((args, kwargs), known.__getitem__)
+        return target(*given, **named)
+
+    table = {**decompositions(), **APART, **MEANINGS}
+    with alone(), _fakes(), notes.preserve_node_meta():
+        values = [node.meta["val"] for node in inputs]
+        # One each: two inputs with the same value would be the same.
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in values]
+        try:
+            module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
+        except Exception as error:  # any operator of any library may be in a graph
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise Refusal(f"cannot be traced again: {reason}") from None
+    if key is not None:
+        _TEMPLATES[key] = module
+    return module
+
+
+@lru_cache(maxsize=1)
+def _fakes() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@lru_cache(maxsize=4096)
+def _fake(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with alone(), _fakes():
+        return torch.empty_strided(shape, stride, dtype=dtype)
 
 
 def share(graph: fx.Graph) -> None:

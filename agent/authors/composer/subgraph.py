@@ -38,13 +38,16 @@ def compose_graph(graph: fx.Graph) -> Composition:
     traced = retraced(graph)
     pieces = _pieces(traced)
     if len(pieces) == 1:
+        summed = _but_longest(traced)
         try:
             return _composed(traced)
         except Refusal:
-            traced = retraced(graph)
-            if not _leave_largest(traced):
+            if not summed:
                 raise
-            return _composed(traced)
+        traced = retraced(graph)
+        for node in _but_longest(traced):
+            traced.enter(node)
+        return _composed(traced)
     parts = []
     for piece in pieces:
         traced = retraced(graph)
@@ -53,15 +56,11 @@ def compose_graph(graph: fx.Graph) -> Composition:
     return joined(parts)
 
 
-def _leave_largest(traced: Retraced) -> bool:
-    """Let all but the longest of summed products enter, if there are."""
+def _but_longest(traced: Retraced) -> list[fx.Node]:
+    """All but the longest of products that are summed."""
     every = sorted(products(traced.graph), key=lambda node: shape_of(node.args[0])[-1])
     apart = len({shape_of(node) for node in every}) == 1 and len({id(n.args[0]) for n in every}) > 1
-    if len(every) < 2 or not apart or any(traced.user(node) is None for node in every):
-        return False
-    for node in every[:-1]:
-        traced.enter(node)
-    return True
+    return every[:-1] if apart and all(map(traced.user, every)) else []
 
 
 def _pieces(traced: Retraced) -> list[list[str]]:
