@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    gc.set_threshold(50_000, 20)  # graphs are made of many small objects: 6 % of a compilation's time
+    gc.set_threshold(50_000, 20)  # graphs have many small objects: 6 % of a compilation's time
 
 
 @pytest.fixture(scope="module")

@@ -178,6 +178,7 @@ def capped_and_odd(h: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(wider(torch.tanh(F.linear(h, w) / 3)).view(-1, ODD), LABELS)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("loss", "words", "width"),

@@ -141,7 +141,7 @@ def test_a_row_of_threads_is_as_the_interpreter_has_it(program: Program) -> None
         for e in range(count)
     ]
     place = SimpleNamespace(vector=torch.arange(N // COLUMNS))
-    kernel = SimpleNamespace(program=program)
+    kernel: Any = SimpleNamespace(program=program)
     kernel._moved = partial(elementwise.Elementwise._moved, kernel)
     statistic = partial(elementwise.Elementwise._statistic, kernel, place)
     nodes = fold.replayed(program.graph, elements, apply, statistic, {})  # pyright: ignore[reportArgumentType]
