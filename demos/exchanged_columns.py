@@ -16,7 +16,7 @@ from coda_agent.primitives import (
     absolute,
     epilogue,
     exchange,
-    greater,
+    greater_equal,
     group_max,
     group_sum,
     maximum,
@@ -46,7 +46,7 @@ def two_of_four(acc):
     low = minimum(x, y)
     others = exchange(high, 2)
     second = maximum(minimum(high, others), maximum(low, exchange(low, 2)))
-    return {"P": where(greater(second, x), 0.0, acc), "s": group_max(x, 4)}
+    return {"P": where(greater_equal(x, second), acc, 0.0), "s": group_max(x, 4)}
 
 
 @epilogue(e=Tile, v=GroupTile8)
