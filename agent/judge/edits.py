@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.replaying import INFIX, SIGNS, Reading, Replay, shown
 from coda_agent.primitives.graph import Node
-from coda_agent.primitives.operation import OPS
+from coda_agent.primitives.operation import GROUPS, OPS
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import OUTPUT_KINDS
@@ -114,6 +114,17 @@ def operations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
                 due = shown(graph, op, n.args, 0)
                 text = f"`{graph.text(i)}` should be `{due}`"
                 yield Edit("wrong_operation", text, _call(i, n, op=op))
+
+
+def groups(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
+    """Take groups of another width, or exchange at another distance; another statistic."""
+    for i, n in nodes:
+        for op in GROUPS if n.op in GROUPS else ():
+            (name, number), (other, due) = n.op.split(), op.split()
+            if (other == name) != (due == number):
+                fault = "wrong_constant" if other == name else "wrong_operation"
+                text = f"`{graph.text(i)}` should be `{shown(graph, op, n.args, 0)}`"
+                yield Edit(fault, text, _call(i, n, op=op))
 
 
 def inserted(

@@ -92,6 +92,7 @@ def _edits(replay: Replay) -> Iterator[Edit]:
     yield from edits.swaps(graph, nodes)
     yield from edits.dropped(graph, nodes)
     yield from edits.operations(graph, nodes)
+    yield from edits.groups(graph, nodes)
     yield from fits.constants(replay, nodes)
     yield from fits.bounds(replay)
     operands = [i for i, n in enumerate(graph.nodes) if n.op == "operand"]

@@ -15,7 +15,7 @@ from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.graph import Graph
-from coda_agent.primitives.operation import PLACED
+from coda_agent.primitives.operation import GROUPS, PLACED
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowVector
@@ -286,4 +286,8 @@ def shown(graph: Graph | Reading, op: str, args: tuple[int, ...], depth: int) ->
     if op == "neg":
         return f"-{_written(graph, args[0], depth - 1, tight=True)}"
     name = op.partition("\n")[0].partition(":")[0]
-    return f"{name}({', '.join(_written(graph, a, depth - 1) for a in args)})"
+    given = [_written(graph, a, depth - 1) for a in args]
+    if op in GROUPS:
+        name, number = op.split()
+        given.append(number)
+    return f"{name}({', '.join(given)})"
