@@ -138,7 +138,8 @@ class Elementwise:
                     index = values[self.nodes[self.root[o].args[1]].name]
                     self._gather(stores[o], results[o], index, row)
                 elif issubclass(kind, GroupTile):
-                    self._store_group(stores[o], results[o][0], kind.width, row)
+                    for j in range(0, COLUMNS, kind.width):  # a thread may hold two groups of 4
+                        self._store_group(stores[o], results[o][j], kind.width, row, j)
                 else:
                     made = _converted(results[o], stores[o].element_type)
                     if o in held:
@@ -239,8 +240,8 @@ class Elementwise:
             out[row.index] = found.to(out.element_type)
 
     @cute.jit
-    def _store_group(self, out, value, width, row):
-        start = row.place.start
+    def _store_group(self, out, value, width, row, beside):
+        start = row.place.start + beside
         if row.inside & row.place.inside & (start % width == 0):
             out[row.index, start // width] = Float32(value).to(out.element_type)
 
