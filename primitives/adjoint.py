@@ -11,7 +11,7 @@ from typing import Any
 
 from coda_agent.primitives.derivatives import minus, plus, times
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.graph import Graph, Node, Operand, Shape, Value
+from coda_agent.primitives.graph import Graph, Node, Operand, Value
 from coda_agent.primitives.groups import MOVED, ROTATED
 from coda_agent.primitives.operation import GROUPS, OPS, PLACED, Op
 from coda_agent.primitives.ops import step
@@ -125,13 +125,10 @@ def _of_arguments(
 
 
 def _of_group(name: str, op: str, gradient: Operand) -> Operand:
-    width = int(op.split()[1])
     if name not in ("group_sum", *MOVED):
         raise ProgramError(
             f"{name} has no derivative here: its gradient goes to the one place that has it",
             hint="keep it out of what needs a gradient",
         )
-    if not isinstance(gradient, Value) or gradient.shape not in (Shape.TILE, Shape.HALF):
-        return {"group_sum": times(gradient, float(width)), ROTATED: 0.0}.get(name, gradient)
     found = operation(op).call(gradient)
     return -found if name == ROTATED else found
