@@ -82,7 +82,12 @@ def wide(acc, Z: WideTile):
     return {"dZ": interleave(acc * silu(x), acc * y), "z": acc * x}
 
 
-PROGRAMS = [gate, head, tables, added, wide]
+@epilogue(s=RowSum, c=ColSum)
+def moved(acc):
+    return {"s": rotate_half(acc, 8), "c": exchange(acc, 2) + group_sum(acc, 4)}
+
+
+PROGRAMS = [gate, head, tables, added, wide, moved]
 SHAPES = {"p": (6, 32), "h": (3, 4), "t": (M, 32), "Z": (M, 2 * N)}
 
 
