@@ -240,8 +240,8 @@ class Elementwise:
             out[row.index] = found.to(out.element_type)
 
     @cute.jit
-    def _store_group(self, out, value, width, row, beside):
-        start = row.place.start + beside
+    def _store_group(self, out, value, width, row, column):
+        start = row.place.start + column
         if row.inside & row.place.inside & (start % width == 0):
             out[row.index, start // width] = Float32(value).to(out.element_type)
 
