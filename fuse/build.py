@@ -19,7 +19,7 @@ from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.program_operator import function_of
-from coda_agent.runtime.tile_choice import likely_tiles
+from coda_agent.runtime.tile_choice import likely_tiles, scheduled
 
 TILES, _ACCUMULATORS = 2, 128
 """Likely tiles that are tried where nothing was measured of a kernel, of other sizes each; then the
@@ -89,11 +89,12 @@ def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
     function = function_of(kernel.text)
     if kernel.like:
         found = function.choose(*shape, function.types[0], None)
-        return [found.scheduled(*shape[:2])] if found else []
+        return [scheduled(found, *shape[:2])] if found else []
     program = function.program
     failed = {tile for digest, tile in _FAILED if digest == program.digest}
     sizes: dict[tuple[int, int, bool], TileConfig] = {}
-    for tile in (x.scheduled(*shape[:2]) for x in likely_tiles(program, shape, function.types[0])):
+    likely = likely_tiles(program, shape, function.types[0])
+    for tile in (scheduled(x, *shape[:2]) for x in likely):
         if tile not in failed:
             sizes.setdefault((tile.tile_m, tile.tile_n, tile.pingpong), tile)
     tiles = [*sizes.values()]

@@ -18,7 +18,7 @@ from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.function import Chooser, ProgramFunction
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.operators import operators
-from coda_agent.runtime.tile_choice import prior_chooser
+from coda_agent.runtime.tile_choice import prior_chooser, scheduled
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +69,9 @@ def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> 
     tiles = TileConfig(**config)
 
     def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
-        if block is None and [m, n, k] == shape:
-            return tiles
-        found = elsewhere(m, n, k, dtype, block)
-        return found and found.scheduled(m, n)
+        measured = block is None and [m, n, k] == shape
+        found = tiles if measured else elsewhere(m, n, k, dtype, block)
+        return found and scheduled(found, m, n)
 
     return choose
 

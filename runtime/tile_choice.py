@@ -131,6 +131,14 @@ def likely_tiles(
     return [config for config, _ in model.ranked(shape, _usable(program, shape))]
 
 
+def scheduled(config: TileConfig, m: int, n: int) -> TileConfig:
+    """Have CTAs take tiles as they come free, where that pays: it is found out here."""
+    from torch import distributed
+
+    known = distributed.is_available() and distributed.is_initialized()
+    return config.scheduled(m, n, alone=not known or distributed.get_world_size() == 1)
+
+
 def _usable(
     program: Program, shape: Shape, block: int | None = None, refused: Collection[str] = ()
 ) -> list[TileConfig]:

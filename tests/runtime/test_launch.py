@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import distributed
 
 from coda_agent.primitives import (
     AddTile,
@@ -33,6 +34,7 @@ from coda_agent.primitives.tiles import UNFUSED, TileConfig
 from coda_agent.runtime import launch as module
 from coda_agent.runtime.launch import Arguments, allocate, bind, launch, launcher
 from coda_agent.runtime.target import target
+from coda_agent.runtime.tile_choice import scheduled
 
 M, N, K = 40, 272, 1024
 PLAIN = TileConfig(128, 128, 2, 1, True)
@@ -162,16 +164,24 @@ def test_a_bound_launch_passes_what_quack_passes(
     assert passed == known - numbers and numbers <= set(x for x in ours if isinstance(x, int))
 
 
-def test_tiles_are_counted_where_there_are_more_than_ctas() -> None:
+def test_tiles_are_counted_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, turned = TileConfig(128, 256, 2, 1), TileConfig(128, 64, swap_ab=True)
-    assert wide.scheduled(2048, 2048) == wide
-    assert wide.scheduled(4096, 4096) == replace(wide, dynamic=True)
-    assert replace(wide, dynamic=True).scheduled(2048, 2048) == wide
-    assert turned.scheduled(16, 8192).dynamic is False
-    assert turned.scheduled(256, 8192).dynamic
+    counted = replace(wide, dynamic=True)
+    assert wide.scheduled(2048, 2048, alone=False) == wide
+    assert wide.scheduled(4096, 4096, alone=False) == counted
+    assert counted.scheduled(4096, 4096, alone=True) == wide
+    assert wide.scheduled(16384, 16384, alone=True) == counted
+    assert counted.scheduled(2048, 2048, alone=False) == wide
+    assert turned.scheduled(16, 8192, alone=False).dynamic is False
+    assert turned.scheduled(256, 8192, alone=False).dynamic
     for other in replace(wide, split_k=2), replace(wide, persistent=False), UNFUSED[0]:
-        assert not other.scheduled(1 << 16, 1 << 16).dynamic
-    assert wide.scheduled(4096, 4096).label == "128x256 coop 2x1 dynamic"
+        assert not other.scheduled(1 << 16, 1 << 16, alone=True).dynamic
+    assert counted.label == "128x256 coop 2x1 dynamic"
+    # Processes that train together communicate; a world of one does not.
+    for world, expected in ((1, wide), (2, counted)):
+        monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(distributed, "get_world_size", lambda n=world: n)
+        assert scheduled(wide, 4096, 4096) == expected
 
 
 def test_a_launcher_that_was_set_sees_bound_launches(
