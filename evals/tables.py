@@ -110,6 +110,8 @@ def _work(case: str) -> str:
     words = case.split()
     if case == "train-1b of 4 sequences":
         return "Llama-3.2-1B, training step"
+    if case == "train-1b on 2 GPUs":
+        return "Llama-3.2-1B, training step under FSDP2 on two GPUs"
     if case.startswith("train ") and "layers of" in case:
         return f"{words[1]} layers of {words[-1]} with the head, training step"
     return f"2 layers of {words[0]}, {words[1]}" if words[1] in ("inference", "training") else ""
