@@ -77,7 +77,7 @@ def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[Comp
         element=element, dtype=element,
         operand_dtypes={x: dtype_name(t.dtype) for x, t in named.items()},
         output_dtypes={x: function.dtypes.get(x) or "float32" for x in outputs},
-        read_scalars=True, turned="A" * _is_turned(a) + "B" * _is_turned(b),
+        read_scalars=True, read=False, turned="A" * _is_turned(a) + "B" * _is_turned(b),
         tables={x: tuple(t.shape) for x, t in named.items() if issubclass(kinds[x], Table)},
     )  # fmt: skip
     for config in tiles_of(kernel, (a.shape[0], b.shape[0], a.shape[1])):

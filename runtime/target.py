@@ -116,14 +116,14 @@ class Tensors(NamedTuple):
 
 
 def compile_blind(
-    program: Program, config: TileConfig, arch: str, tensors: Tensors
+    program: Program, config: TileConfig, arch: str, tensors: Tensors, *, read: bool = True
 ) -> dict[str, Any]:
     """Compile a program on meta tensors, and report what came out.
 
     Returns:
         `object` (path of the cached object file), `order` (of a fused kernel's arguments, as
         `launch.order`), `shared_bytes` (dynamic, None when the object came from the cache without
-        its record), and what `resources` reads.
+        its record), and what `resources` reads, where `read` asks for it.
 
     Raises:
         CompileError: the program does not lower or compile.
@@ -142,7 +142,7 @@ def compile_blind(
     if path is None or not Path(path).exists():
         raise CompileError(f"{program.name}: the compiler left no object file for {config.label}")
     report = {"shared_bytes": None, **_kept(Path(path))}
-    if "registers" not in report:  # reading them takes 0.35 s an object
+    if read and "registers" not in report:  # reading them takes 0.35 s an object
         report |= resources(Path(path))
         _keep(Path(path), report)
     return {"object": path, "order": ordered, **report}

@@ -143,6 +143,7 @@ def test_what_tables_give_stays_in_registers(program: Program, columns: int, mos
     types = dict.fromkeys(tables, "bfloat16")
     config = DEFAULT_CONFIGS["sm_90a"]
     tensors = Tensors("bfloat16", types, {"O": "bfloat16"}, tables=tables)
+    assert "local_stores" not in compile_blind(program, config, "sm_90a", tensors, read=False)
     found = compile_blind(program, config, "sm_90a", tensors)
     assert found["local_stores"] <= most
 
