@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +22,10 @@ from coda_agent.runtime.tile_choice import likely_tiles, scheduled
 
 _ACCUMULATORS = 128
 """Accumulators of a thread, at most, in one of two tiles that are tried where nothing was measured
-of a kernel: ping-pong, since epilogues of many vectors and sums spill at likelier ones. The other
-is the likeliest. Of 50 times that kernels of Llama's, BERT's and GPT-2's steps were timed on H200s
-in three tiles, the faster of these two was within 3 % of the fastest; the likeliest alone took up
-to 3.2 times as long."""
+of a kernel: ping-pong, and smaller than the other, which is the likeliest, since epilogues of many
+vectors and sums spill there. Of 50 times that kernels of Llama's, BERT's and GPT-2's steps were
+timed on H200s in three tiles, the faster of these two was within 3 % of the fastest; the likeliest
+alone took up to 3.2 times as long."""
 _FAILED: set[tuple[str, TileConfig]] = set()
 
 
@@ -97,9 +96,12 @@ def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
     for tile in (scheduled(x, *shape[:2]) for x in likely):
         if tile not in failed:
             sizes.setdefault((tile.tile_m, tile.tile_n, tile.pingpong), tile)
-    first, others = [*sizes.values()][:1], [*sizes.values()][1:]
-    small = (x for x in others if x.pingpong and x.tile_m * x.tile_n <= 128 * _ACCUMULATORS)
-    return [*first, *itertools.islice(small, 1)]
+    tiles = [*sizes.values()]
+    if len(tiles) < 2:
+        return tiles
+    most = min(128 * _ACCUMULATORS, tiles[0].tile_m * tiles[0].tile_n - 1)
+    small = (x for x in tiles if x.pingpong and x.tile_m * x.tile_n <= most)
+    return [tiles[0], next(small, tiles[1])]
 
 
 def _is_turned(x: torch.Tensor) -> bool:

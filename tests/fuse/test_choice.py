@@ -20,7 +20,7 @@ from coda_agent.fuse.around import around
 from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
 from coda_agent.primitives.errors import CompileError, MachineError
-from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import UNFUSED, TileConfig
 from coda_agent.runtime import program_operator, tile_choice
 from tests.fuse.test_regions import D, H, drawn
 
@@ -291,6 +291,24 @@ def test_tiles_of_fewer_registers_are_tried_and_none_that_failed(
     pool: Any = Pool()
     build.build(pool, [(region, kernel)], torch.device("cpu"), lambda: ahead.append(1))
     assert ahead == [1] and compiled == before and before[0] not in build.tiles_of(kernel, shape)
+
+
+def test_the_other_tile_is_smaller_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, kernels = chosen(
+        recorded(lambda x, w: torch.tanh(F.linear(x, w)), [drawn(24, H), drawn(D, H)]).graph
+    )
+    (region,) = known.regions
+    square, wide = TileConfig(128, 128, pingpong=True), TileConfig(64, 256, pingpong=True)
+    narrow, stream = TileConfig(128, 64, pingpong=True), TileConfig(64, 32, split_k=4)
+    for likely, tried in (
+        ([square, wide, narrow], [square, narrow]),
+        ([TileConfig(128, 192), square, narrow], [TileConfig(128, 192), square]),
+        ([stream, UNFUSED[0], square], [stream, UNFUSED[0]]),
+        ([square], [square]),
+        ([], []),
+    ):
+        monkeypatch.setattr(build, "likely_tiles", lambda *_, found=likely: found)
+        assert build.tiles_of(kernels[region], (24, D, H)) == tried
 
 
 def test_no_pool_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
