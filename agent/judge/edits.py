@@ -16,6 +16,7 @@ from coda_agent.primitives.resources import OUTPUT_KINDS
 Values = list[Any]
 Changes = dict[Any, Any]
 _OTHER = {"add": "sub", "sub": "add"}
+_BOUNDS = "minimum", "maximum"
 _NAMED = {"<": "minimum", ">": "maximum", "s": "copysign"}
 # Of one or two arguments, and meant by nobody in the place of another.
 _NEVER = {"neg", "power", "fmod", "atan2", "tan", "trunc", "equal", "rint"}
@@ -45,6 +46,18 @@ def stores(replay: Replay) -> Iterator[Edit]:
         if n.op == "interleave":
             text = f"even and odd columns of `{replay.read.text(i)}` are swapped"
             yield Edit("swapped_pair", text, _call(i, n, (1, 0)))
+
+
+def branches(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
+    """Take one value of a choice always, or no bound."""
+    for i, n in nodes:
+        for a in n.args[1:] if n.op == "where" else n.args if n.op in _BOUNDS else ():
+            within = graph.nodes[a]
+            inner = within.args if n.op in _BOUNDS and within.op in _BOUNDS else ()
+            for due in (a, *inner):  # a bound on each side is one mistake
+                what = "the condition" if n.op == "where" else "a bound"
+                text = f"{what} of `{graph.text(i)}` is too much: `{graph.text(due)}` is due"
+                yield Edit("extra_term", text, lambda v, i=i, due=due: {i: due})
 
 
 def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
@@ -90,7 +103,7 @@ def swaps(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
 
 def dropped(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
     for i, n in nodes:
-        for a in n.args if n.op in OPS else ():
+        for a in n.args if n.op in OPS and n.op not in ("where", *_BOUNDS) else ():
             w = next((b for b in n.args if b != a), None)
             other, fault = graph.nodes[a if w is None else w], "extra_term"
             what = n.op if w is None else graph.text(w)
@@ -162,6 +175,8 @@ def moved(
                 if at == i or j == w or at in graph.below(w):
                     continue
                 due = f"{graph.text(j)} {INFIX[n.op]} {graph.text(w)}"
+                if due == graph.text(i):  # outside of a choice, it may be: no sentence says it
+                    continue
                 text = f"`{graph.text(w)}` stands in the wrong place: "
                 text += f"not in `{graph.text(i)}`, but `{due}`{graph.use(place)}"
                 yield Edit("misplaced", text, _move(graph, i, k, place, j))

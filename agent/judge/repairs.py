@@ -88,6 +88,7 @@ def _edits(replay: Replay) -> Iterator[Edit]:
     sites: list[tuple[Any, int]] = [(i, i) for i, n in nodes if n.op != "const"]
     sites += [(u, i) for u, i in source.items() if count[i] > 1 and graph.nodes[i].op != "const"]
     yield from edits.stores(replay)
+    yield from edits.branches(graph, nodes)
     yield from edits.signs(graph, sites)
     yield from edits.swaps(graph, nodes)
     yield from edits.dropped(graph, nodes)
