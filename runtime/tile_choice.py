@@ -132,7 +132,7 @@ def likely_tiles(
 
 
 def scheduled(config: TileConfig, m: int, n: int) -> TileConfig:
-    """Have CTAs take tiles as they come free, where that pays: it is found out here."""
+    """Have CTAs take tiles as they come free, where that pays in this process."""
     from torch import distributed
 
     known = distributed.is_available() and distributed.is_initialized()

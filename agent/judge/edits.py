@@ -51,13 +51,13 @@ def stores(replay: Replay) -> Iterator[Edit]:
 def branches(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
     """Take one value of a choice always, or no bound."""
     for i, n in nodes:
-        for a in n.args[1:] if n.op == "where" else n.args if n.op in _BOUNDS else ():
-            within = graph.nodes[a]
-            inner = within.args if n.op in _BOUNDS and within.op in _BOUNDS else ()
-            for due in (a, *inner):  # a bound on each side is one mistake
-                what = "the condition" if n.op == "where" else "a bound"
-                text = f"{what} of `{graph.text(i)}` is too much: `{graph.text(due)}` is due"
-                yield Edit("extra_term", text, lambda v, i=i, due=due: {i: due})
+        what, due = "the condition", n.args[1:] if n.op == "where" else ()
+        if n.op in _BOUNDS:  # one on each side is one mistake
+            inner = (graph.nodes[a].args for a in n.args if graph.nodes[a].op in _BOUNDS)
+            what, due = "a bound", (*n.args, *itertools.chain(*inner))
+        for a in due:
+            text = f"{what} of `{graph.text(i)}` is too much: `{graph.text(a)}` is due"
+            yield Edit("extra_term", text, lambda v, i=i, a=a: {i: a})
 
 
 def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
