@@ -25,14 +25,16 @@ from coda_agent.agent.judge.diagnosis import Diagnosis, diagnose_meaning
 from coda_agent.agent.judge.disturbance import Way, disturbed
 from coda_agent.agent.judge.draws import draw_doubles, draws
 from coda_agent.agent.judge.jumps import jump_fault
-from coda_agent.agent.judge.places import place_cases
+from coda_agent.agent.judge.places import needless_draw, place_cases
 from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import one_thread, replayed
-from coda_agent.agent.judge.ties import differing, tie_draws
+from coda_agent.agent.judge.structures import base_shape
+from coda_agent.agent.judge.ties import compared_draws, differing, tie_draws
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.rounding import ROUNDINGS
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
@@ -96,17 +98,31 @@ def meaning_fault(
     Returns:
         A finding that names the set; None where there is none.
     """
-    for fault, inputs in _faults(Variant(spec, program, binding), seed):
+    meant = dataclasses.replace(program, graph=_unrounded(spec, program))
+    for fault, inputs in _faults(Variant(spec, meant, binding), seed):
         (rows, inner), columns = (inputs[name].shape for name in spec.gemm)
         sizes = dict(zip(spec.gemm_dims, (rows, columns[0], inner), strict=True))
         return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}})
     return None
 
 
+def _unrounded(spec: Spec, program: Program) -> Graph:
+    """Leave to the store what a program rounds to the type of an output itself."""
+    graph, types = program.graph, spec.default_types()
+    rounded = {o: ROUNDINGS.get(spec.dtype_of(o, types)) for o in graph.outputs}
+    fixed = {o for o in rounded if spec.outputs[o].dtype not in spec.types}
+    fixed -= {program.accumulated}  # what is added is not what is stored
+    outputs = {
+        o: graph.nodes[i].args[0] if o in fixed and graph.nodes[i].op == rounded[o] else i
+        for o, i in graph.outputs.items()
+    }
+    return Graph(graph.nodes, outputs)
+
+
 def _faults(variant: Variant, seed: int) -> Iterator[tuple[Finding, Inputs]]:
     """Find what differs, one input set after another, with the set."""
     spec, program, binding = variant.spec, variant.program, variant.binding
-    for label, inputs in draws(spec, binding, seed):
+    for label, inputs in itertools.chain(draws(spec, binding, seed), compared_draws(variant, seed)):
         sample = _Sample.of(variant, seed, label, inputs)
         if fault := sample.fault():
             yield fault, inputs
@@ -118,6 +134,16 @@ def _faults(variant: Variant, seed: int) -> Iterator[tuple[Finding, Inputs]]:
                 yield fault, draw.inputs
         if fault := jump_fault(variant, draw.inputs, draw.alone):
             yield _labelled(fault, draw.label, seed), draw.inputs
+    if needless_draw(spec, program, binding):
+        message = (
+            "it draws random numbers, and the reference is the same function in every place: leave "
+            "`philox_uniform` or `dropout` out"
+        )
+        where = {"program": program.name, "fault": "extra_term", "seed": seed}
+        yield (
+            Finding(message=message, where=where),
+            draw_doubles(spec, binding, base_shape(spec), seed),
+        )
     cases = place_cases(spec, program, binding)
     for sizes, moved in itertools.groupby(cases, key=lambda case: case.sizes):
         inputs = draw_doubles(spec, binding, sizes, seed)
@@ -291,13 +317,15 @@ class _Roundings:
         needed = {program.graph.outputs[o]}
         for i in reversed(range(len(nodes))):
             needed |= set(nodes[i].args) if i in needed else set()
-        # Short numbers are meant exactly. What softplus' cut is off by may be most of a remainder.
+        # Short and whole numbers are meant exactly, and what a value is to equal: beside it nothing
+        # does. What softplus' cut is off by may be most of a remainder.
+        met = {a for n in nodes for a in n.args if n.op == "equal"}
         exact = (
             n.op in ("acc", "operand")
-            or (n.op == "const" and float(torch.tensor(n.value).bfloat16()) == n.value)
-            for n in nodes
+            or (n.op == "const" and (i in met or n.value in (_short(n), _whole(n))))
+            for i, n in enumerate(nodes)
         )
-        asked = [i for i, short in enumerate(exact) if i in needed and not short]
+        asked = [i for i, known in enumerate(exact) if i in needed and not known]
         self._left = sorted(asked, key=lambda i: (self._share(nodes[i]), i))
 
     def wrong(self, expected: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -320,6 +348,18 @@ class _Roundings:
     @staticmethod
     def _share(node: Node) -> float:
         return {"const": _CONSTANT, "softplus": _CUT}.get(node.op, _ROUNDING)
+
+
+def _short(node: Node) -> float:
+    """Give the number next to a constant, of those that bfloat16 has."""
+    import torch
+
+    return float(torch.tensor(node.value).bfloat16())
+
+
+def _whole(node: Node) -> float:
+    """Give the whole number next to a constant, of those that float32 has."""
+    return float(round(node.value)) if abs(node.value) < 2**24 else math.nan
 
 
 def _scaled(graph: Graph, i: int, factor: float) -> Graph:

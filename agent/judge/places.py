@@ -2,14 +2,13 @@
 
 A program can be right at the shapes that are checked and wrong further out. So it is evaluated
 around each of its constants, and as far out as the bench shapes reach: in tall and in wide outputs.
-Where the reference is the same function at every place, the program's places are moved, too. That
-reaches any row and column at once.
+Where the reference is the same function at every place, what the program makes of places alone is
+evaluated at all of them, and its places are moved to one of each kind. That meets a single tile.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.graph import Graph, Node, Shape
+from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, draw_inputs, run_reference
 
@@ -26,6 +26,8 @@ _ROLLED = 256  # columns, a multiple of every group and pair
 _STEP = 128  # places are moved by a multiple of it, for the same reason
 _FARTHEST = 2**23  # float32 still tells neighbours apart
 _MOST = 12  # constants that are looked at
+_NEAR = 2**17  # rows and columns that are all looked at; beyond, those around constants
+_KINDS, _PLACES = 512, 24  # kinds of rows, and of columns; of places that data meet
 
 
 class Case(NamedTuple):
@@ -44,13 +46,93 @@ def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Ite
     numbers = constants(graph)
     yield from _long_shapes(spec, program, numbers)
     if len(spec.dims) == 3 and uniform(spec, binding):
-        far = [0, *(_up(c + 1, _STEP) for c in numbers), *(_down(c, _STEP) for c in numbers)]
-        far += [_up(s[d], _STEP) for s in spec.bench_shapes for d in spec.gemm_dims[:2]]
-        places = sorted({x for x in (*far, _FARTHEST) if x <= _FARTHEST})
-        for row, column in itertools.product(places, places):
-            if row or column:
-                label = f"from row {row} and column {column} on"
-                yield Case(label, _uniform_shape(spec), moved(program, row, column))
+        corners = {(_down(r, _STEP), _down(c, _ROLLED)) for r, c in witnesses(graph)}
+        for row, column in sorted(corners - {(0, 0)}):
+            label = f"from row {row} and column {column} on"
+            yield Case(label, _uniform_shape(spec), moved(program, row, column))
+
+
+def needless_draw(spec: Spec, program: Program, binding: Mapping[str, str]) -> bool:
+    """Whether a program draws numbers by place, and the reference goes by none.
+
+    What one number in ten million decides, no draw would show.
+    """
+    drawn = any(node.op == "philox_uniform" for node in program.graph.nodes)
+    return drawn and len(spec.dims) == 3 and uniform(spec, binding)
+
+
+def witnesses(graph: Graph) -> list[tuple[int, int]]:
+    """Find a place for each kind of values that a graph makes of places alone."""
+    import torch
+
+    kinds = _kinds(graph)
+    numbers = constants(graph)
+    far = {x for c in (*numbers, _FARTHEST) for x in range(c - 2, c + 3) if 0 <= x <= _FARTHEST}
+    axis = torch.tensor([*range(_NEAR), *sorted(far - {*range(_NEAR)})], dtype=torch.float64)
+    rows = axis[_firsts(_met(graph, kinds, "row", _values(graph, kinds, axis, axis[:1])), _KINDS)]
+    columns = axis[
+        _firsts(_met(graph, kinds, "column", _values(graph, kinds, axis[:1], axis)), _KINDS)
+    ]
+    found = _met(graph, kinds, "", _values(graph, kinds, rows, columns))
+    grid = [x.expand(len(rows), len(columns)).flatten() for x in found]
+    places = torch.cartesian_prod(rows, columns).long()
+    return [(r, c) for r, c in places[_firsts(grid, _PLACES)].tolist()]
+
+
+def _kinds(graph: Graph) -> list[set[str] | None]:
+    """Find what each node goes by: rows, columns, both, nothing; None is data."""
+    kinds: list[set[str] | None] = []
+    for node in graph.nodes:
+        given = [kinds[a] for a in node.args]
+        if node.op in _OPS:
+            kinds.append({node.op.removesuffix("_index")})
+        elif node.op == "const":
+            kinds.append(set())
+        elif node.op in OPS and None not in given:
+            kinds.append(set().union(*(x for x in given if x)))
+        else:
+            kinds.append(None)
+    return kinds
+
+
+def _values(graph: Graph, kinds: list[set[str] | None], rows: Any, columns: Any) -> dict[int, Any]:
+    """Evaluate what goes by places alone; rows are down, and columns along."""
+    import torch
+
+    values: dict[int, Any] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.op in _OPS:
+            values[i] = rows[:, None] if node.op == "row_index" else columns[None]
+        elif node.op == "const":
+            values[i] = torch.tensor([[node.value]], dtype=torch.float64)
+        elif kinds[i] is not None:
+            values[i] = OPS[node.op].torch(*(values[a] for a in node.args))
+    return values
+
+
+def _met(
+    graph: Graph, kinds: list[set[str] | None], axis: str, values: dict[int, Any]
+) -> list[Any]:
+    """List values of one axis that others meet; by default those of places that data meet."""
+    met = {a for i, node in enumerate(graph.nodes) for a in node.args if kinds[i] is None}
+    if axis:
+        mixed = {i for i, kind in enumerate(kinds) if kind and kind != {axis}}
+        met |= {a for i in mixed for a in graph.nodes[i].args}
+    met |= {*graph.outputs.values()}
+    alone = [i for i in sorted(met) if (kinds[i] == {axis} if axis else kinds[i])]
+    return [values[i].flatten() if axis else values[i] for i in alone]
+
+
+def _firsts(values: list[Any], most: int) -> list[int]:
+    """Find where each tuple of values stands first: so many, from both ends."""
+    import torch
+
+    if not values:
+        return [0]
+    _, kind = torch.stack(values, -1).nan_to_num(-1.5).unique(dim=0, return_inverse=True)
+    first = torch.full((int(kind.max()) + 1,), len(kind))
+    first = sorted(first.scatter_reduce(0, kind, torch.arange(len(kind)), "amin").tolist())
+    return first if len(first) <= most else [*first[: most // 2], *first[-most // 2 :]]
 
 
 def constants(graph: Graph) -> list[int]:
@@ -107,11 +189,11 @@ def _rolled(
 
 
 def _uniform_shape(spec: Spec) -> dict[str, int]:
-    """Give the base shape enough columns to roll."""
-    n = spec.gemm_dims[1]
+    """Give the base shape enough rows and columns to roll, and to hold a place."""
     base = dict(base_shape(spec))
-    if spec.dims[n].only is None:
-        base[n] = _up(2 * _ROLLED, spec.dims[n].multiple_of)
+    for dim, least in zip(spec.gemm_dims, (_STEP, 2 * _ROLLED), strict=False):
+        if spec.dims[dim].only is None:
+            base[dim] = _up(max(least, base[dim]), spec.dims[dim].multiple_of)
     return base
 
 

@@ -9,15 +9,18 @@ one of the functions themselves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from coda_agent.agent.judge.draws import draw_doubles
+from coda_agent.agent.judge.replaying import COMPARISONS
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.variant import Variant
-from coda_agent.primitives.graph import Graph
+from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.specs import Spec, draw_inputs
 
 if TYPE_CHECKING:
@@ -68,6 +71,26 @@ def tie_draws(variant: Variant, seed: int) -> Iterator[Draw]:
         inputs[a], inputs[b] = _powers(inputs[a], inputs[b], most, seed + i)
         label = f"powers of two from 2^-{most} to 2^{most} and the numbers beside them"
         yield Draw(label, inputs, alone=True)
+
+
+def compared_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Draw usual inputs with numbers that the program compares with constants, all at once."""
+    spec, nodes = variant.spec, variant.program.graph.nodes
+    found: dict[str, set[float]] = {}
+    for node in nodes:
+        if node.op in COMPARISONS and len(node.args) == 2:
+            pair = sorted((nodes[a] for a in node.args), key=lambda n: n.op)
+            if [n.op for n in pair] == ["const", "operand"] and pair[1].shape is Shape.SCALAR:
+                low, high = spec.inputs[pair[1].name].domain or (-math.inf, math.inf)
+                if low <= pair[0].value <= high:
+                    found.setdefault(pair[1].name, set()).add(pair[0].value)
+    for values in itertools.islice(itertools.product(*map(sorted, found.values())), _DRAWS**2):
+        if values:
+            inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
+            yield (
+                "numbers that the program compares",
+                inputs | dict(zip(found, values, strict=True)),
+            )
 
 
 def _drawn(

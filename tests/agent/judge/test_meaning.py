@@ -229,3 +229,29 @@ def test_rounding_is_asked_of_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None
     wrong = read_programs(text.replace(f"{1 / 10:.8g}", "0.1001"))
     (finding,) = check_meaning(made, wrong, seed=5)
     assert "another function" in finding.message
+
+
+def test_what_the_store_rounds_may_be_rounded_before() -> None:
+    made = spec_of("(z * r).clamp(-448.0, 448.0)", stored="float8_e4m3fn")
+    assert findings(made, "to_e4m3(acc * r)") == []
+    assert len(findings(made, "to_bfloat16(acc * r)")) == 1
+    assert len(findings(made, "to_e4m3(acc) * r")) == 1
+
+
+def test_numbers_that_are_compared_are_met_at_once() -> None:
+    number = "{shape: [], dtype: float32, draw: {uniform: [0.0, 1.0]}}"
+    made = spec(
+        "z = (A @ B.T).float(); return {'O': (z * mu + nu).to(torch.bfloat16)}",
+        {"mu": number, "nu": number},
+        {"O": "{shape: [M, N]}"},
+        name="k",
+        header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n",
+    )
+    text = (
+        "from coda_agent.primitives import Scalar, Tile, epilogue, equal, where\n@epilogue(O=Tile)\n"
+        "def k(acc, mu: Scalar, nu: Scalar):\n"
+        "    return {'O': acc * where(equal(mu, 0.9) * equal(nu, 0.1), 1.0, mu) + nu}\n"
+    )
+    (finding,) = check_meaning(made, read_programs(text), seed=1)
+    assert "(numbers that the program compares)" in finding.message
+    assert "the condition of" in finding.message and "`mu` is due" in finding.message

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coda_agent.agent.judge.meaning import check_meaning
-from coda_agent.agent.judge.places import constants, moved, place_cases, uniform
+from coda_agent.agent.judge.places import constants, moved, place_cases, uniform, witnesses
 from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec
 from tests.written import spec
@@ -57,6 +57,11 @@ ROW, COLUMN = "row_index(acc)", "column_index(acc)"
         f"where(greater_equal({COLUMN}, 5000.0), where(greater_equal({ROW}, 5000.0), 0.0, acc * r), acc * r)",
         f"where(greater_equal({COLUMN}, 200000.0), 0.0, acc * r)",
         f"acc * r + maximum({ROW} - 4096.0, 0.0)",
+        # Places that no constant stands for: one element, twenty, one tile, and tiles by a product.
+        f"where(equal(fmod({ROW}, 1024.0), 1023.0) * equal(fmod({COLUMN}, 512.0), 511.0), acc, acc * r)",
+        f"acc * r * where(equal(fmod({COLUMN}, 512.0), 511.0) * equal(floor({ROW} / 20.0), 20.0), 2.0, 1.0)",
+        f"where(equal(floor({ROW} / 128.0), 3.0) * equal(floor({COLUMN} / 128.0), 5.0), acc, acc * r)",
+        f"where(equal(floor({ROW} / 128.0) * floor({COLUMN} / 128.0), 35.0), acc, acc * r)",
     ],
 )
 @pytest.mark.one_in(2)
@@ -91,12 +96,28 @@ def test_places_that_change_nothing_pass() -> None:
     assert faults(made, f"where(greater_equal({ROW}, 0.0), acc * r, 0.0)") == []
 
 
+def test_random_numbers_that_the_reference_does_not_draw_are_refused() -> None:
+    rare = "where(greater(1.2e-7, philox_uniform(acc, 7, 0)), acc, acc * r)"
+    (message,) = faults(scaled(), rare)
+    assert (
+        "it draws random numbers, and the reference is the same function in every place" in message
+    )
+    made = spec_of(
+        "from coda_agent.primitives.placed import philox; "
+        "kept = philox(7.0, 0.0, *z.shape, device=z.device).to(z.dtype) >= 0.5; "
+        "return {'O': (z * r * kept).to(torch.bfloat16)}",
+        {"O": "{shape: [M, N]}"},
+    )
+    assert faults(made, "acc * r * greater_equal(philox_uniform(acc, 7, 0), 0.5)") == []
+
+
 def test_cases_reach_every_constant_and_the_bench_shapes() -> None:
     (program,) = programs(f"where(greater_equal({COLUMN}, 9000.0), acc, acc * r)").values()
     assert constants(program.graph) == [9000]
     cases = list(place_cases(scaled(), program, {}))
     assert max(c.sizes["N"] for c in cases) >= 9000 and max(c.sizes["M"] for c in cases) >= 8192
-    assert any("from row 8192 and column 9088" in c.label for c in cases)
+    assert any("from row 0 and column 8960" in c.label for c in cases)
+    assert witnesses(program.graph) == [(0, 0), (0, 9000)]
     (plain,) = programs("acc * r").values()
     assert list(place_cases(scaled(), plain, {})) == []
 
