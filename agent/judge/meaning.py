@@ -3,6 +3,8 @@
 - The outputs have to agree element by element to 1e-9. Three differences are allowed beyond that:
   what disturbances of float64's own size do to the reference there, constants that float32 rounds
   to the same number, and what the program's own operations round away, up to half of the digits.
+- A difference that is smooth, and that no single edit of the program mends, is an approximation. It
+  is right where it is below what the output's type shows, or what errors of inputs come to there.
 - Inputs leave the spec's draw (`draws.py`): what a program does beyond the usual values is part of
   what it means.
 - Nothing leaves float32's range where the reference does not (`ranges.py`), or takes another side
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from coda_agent.agent.judge.compare import SAFETY, largest_change
 from coda_agent.agent.judge.diagnosis import Diagnosis, diagnose_meaning
+from coda_agent.agent.judge.digits import LEAST, Roundings, differs, known, tops
 from coda_agent.agent.judge.disturbance import Way, disturbed
 from coda_agent.agent.judge.draws import draw_doubles, draws
 from coda_agent.agent.judge.jumps import jump_fault
@@ -32,7 +35,7 @@ from coda_agent.agent.judge.runners import one_thread, replayed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.ties import compared_draws, differing, tie_draws
 from coda_agent.agent.judge.variant import Variant
-from coda_agent.primitives.graph import Graph, Node, Shape
+from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.rounding import ROUNDINGS
 from coda_agent.specs import Spec
@@ -43,9 +46,6 @@ if TYPE_CHECKING:
     Inputs = dict[str, Any]
     Outputs = dict[str, torch.Tensor]
 
-_RELATIVE = 1e-9
-# An element below this is 0 in every type.
-_LEAST = 1e-290
 # `disturbed` moves results by errors of float32. Those of float64 are smaller by this factor, which
 # leaves 3 bits to spare for sums in another order.
 _FINER = 2.0**-26
@@ -61,45 +61,45 @@ _AROUND = 2.0**-46
 # Where disturbances move an element by a larger share, there is no value left to compare. A sine of
 # 10^15 radians is such.
 _CHAOTIC = 1e-3
-# A constant that is right to float32's rounding makes the same kernel.
-_CONSTANT = 2.0**-24
-# What an operation of the program may round, and the share of an element that all of them may. A
-# program may lose half of its digits: of float32's 24 it then keeps 12, and a 16-bit type has 11 at
-# most. x + (1 - cos(2x)) / 2 loses that much near 10^-8, where log(1 + x) loses nearly all.
-_ROUNDING = 2.0**-52
-_HALF = 2.0**-26
-# torch's softplus is x itself above 20, which is less than log(1 + e^x) by this share.
-_CUT = 2.0**-33
+# What an approximation may be off by, by the bytes of an output's type. Half of a last digit is
+# 2^-24 of a float32 number at most, 2^-11 of a float16's and 2^-8 of a bfloat16's.
+_UNNAMED = ("approximated", "wrong_function", "wrong_operation")
+_APPROXIMATE = {4: 2.0**-22, 2: 2.0**-12, 1: 2.0**-12}
 
 
 def check_meaning(
-    spec: Spec, programs: Mapping[str, Program], *, seed: int | None = None
-) -> list[Finding]:
+    spec: Spec, programs: Mapping[str, Program], *, seed: int | None = None,
+    approximated: dict[str, float] | None = None,
+) -> list[Finding]:  # fmt: skip
     """Find each program that means something else than the reference.
 
     Args:
         programs: By variant name.
         seed: What all draws follow from; a secret one by default.
+        approximated: Gets the most that approximations are off by, by "program output".
     """
     seed = secrets.randbits(62) if seed is None else seed
+    approximated = {} if approximated is None else approximated
     with one_thread():
         found = [
-            meaning_fault(spec, programs[spec.variant(binding)], binding, seed)
+            meaning_fault(spec, programs[spec.variant(binding)], binding, seed, approximated)
             for binding in spec.bindings()
         ]
     return [finding for finding in found if finding is not None]
 
 
 def meaning_fault(
-    spec: Spec, program: Program, binding: Mapping[str, str], seed: int
-) -> Finding | None:
+    spec: Spec, program: Program, binding: Mapping[str, str], seed: int,
+    approximated: dict[str, float] | None = None,
+) -> Finding | None:  # fmt: skip
     """Find the first input set on which a program's outputs are wrong.
 
     Returns:
         A finding that names the set; None where there is none.
     """
     meant = dataclasses.replace(program, graph=_unrounded(spec, program))
-    for fault, inputs in _faults(Variant(spec, meant, binding), seed):
+    near = {} if approximated is None else approximated
+    for fault, inputs in _faults(Variant(spec, meant, binding), seed, near):
         (rows, inner), columns = (inputs[name].shape for name in spec.gemm)
         sizes = dict(zip(spec.gemm_dims, (rows, columns[0], inner), strict=True))
         return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}})
@@ -119,18 +119,20 @@ def _unrounded(spec: Spec, program: Program) -> Graph:
     return Graph(graph.nodes, outputs)
 
 
-def _faults(variant: Variant, seed: int) -> Iterator[tuple[Finding, Inputs]]:
+def _faults(
+    variant: Variant, seed: int, near: dict[str, float]
+) -> Iterator[tuple[Finding, Inputs]]:
     """Find what differs, one input set after another, with the set."""
     spec, program, binding = variant.spec, variant.program, variant.binding
     for label, inputs in itertools.chain(draws(spec, binding, seed), compared_draws(variant, seed)):
-        sample = _Sample.of(variant, seed, label, inputs)
+        sample = _Sample.of(variant, seed, label, inputs, near)
         if fault := sample.fault():
             yield fault, inputs
         if fault := range_fault(variant, inputs, sample.truth, sample.results):
             yield _labelled(fault, label, seed), inputs
     for draw in tie_draws(variant, seed):
         if not draw.alone:
-            if fault := _Sample.of(variant, seed, draw.label, draw.inputs).tie_fault():
+            if fault := _Sample.of(variant, seed, draw.label, draw.inputs, near).tie_fault():
                 yield fault, draw.inputs
         if fault := jump_fault(variant, draw.inputs, draw.alone):
             yield _labelled(fault, draw.label, seed), draw.inputs
@@ -151,7 +153,7 @@ def _faults(variant: Variant, seed: int) -> Iterator[tuple[Finding, Inputs]]:
         for case in moved:
             there = dataclasses.replace(variant, program=case.program)
             results = replayed(spec, case.program, inputs)
-            if fault := _Sample(there, seed, case.label, inputs, truth, results).fault():
+            if fault := _Sample(there, seed, case.label, inputs, truth, results, near).fault():
                 yield fault, inputs
 
 
@@ -165,23 +167,25 @@ class _Sample:
     inputs: Inputs
     truth: Outputs
     results: Outputs
+    near: dict[str, float]
 
     @classmethod
-    def of(cls, variant: Variant, seed: int, label: str, inputs: Inputs) -> Self:
+    def of(
+        cls, variant: Variant, seed: int, label: str, inputs: Inputs, near: dict[str, float]
+    ) -> Self:
         """Run the reference and the program."""
         truth = variant.reference(inputs)
-        return cls(
-            variant, seed, label, inputs, truth, replayed(variant.spec, variant.program, inputs)
-        )
+        results = replayed(variant.spec, variant.program, inputs)
+        return cls(variant, seed, label, inputs, truth, results, near)
 
     def apart(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """List the outputs that differ, with their values and the exact ones."""
         for o, expected in self.truth.items():
-            top, most = _tops(self.variant.spec, o)
+            top, most = tops(self.variant.spec, o)
             out, expected = (x.clamp(-top, top) for x in (self.results[o], expected))
             # What is beyond an output's type, the reference cannot hold either.
             expected = expected.where(~(expected.abs() > most), math.inf)
-            if _differs(out, expected).any():
+            if differs(out, expected).any():
                 yield o, out, expected
 
     def tie_fault(self) -> Finding | None:
@@ -204,18 +208,46 @@ class _Sample:
     def fault(self) -> Finding | None:
         """Find the first output that is not the reference's."""
         for o, out, expected in self.apart():
-            excuses = _Roundings(self.variant, self.inputs, o, out)
+            excuses = Roundings(self.variant, self.inputs, o, out)
             for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
                 noise = self._noise(o, expected, probes, around)
                 chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
-                allowed = (_known(expected) + SAFETY * noise).where(~chaotic, math.inf)
+                allowed = (known(expected) + SAFETY * noise).where(~chaotic, math.inf)
                 wrong = excuses.wrong(expected, allowed)
                 if not wrong.any():
                     break
             if wrong.any():
                 # What is allowed, or has no number in the reference itself, is no fault.
-                return self._finding(o, out.where(wrong, expected), expected)
+                out = out.where(wrong, expected)
+                if not self._approximates(o, out, expected):
+                    return self._finding(o, out, expected)
         return None
+
+    def _approximates(self, o: str, out: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether an output is an approximation that its type does not show; keep what it is off.
+
+        One draw is asked for the mistake; what is as near in the others is the same.
+        """
+        import torch
+
+        key, share = self._place(o), _tolerance(self.variant.spec, o)
+        allowed = share * expected.abs() + LEAST
+        if differs(out, expected, allowed).any():  # beside a sum that cancels, no share is small
+            generator = torch.Generator().manual_seed(self.seed)
+            near = (self._around(generator, _APPROXIMATE[4]) for _ in range(_PROBES))
+            moved = largest_change(expected, [self.variant.reference(x)[o] for x in near])
+            if differs(out, expected, allowed + moved).any():
+                return False
+        if key not in self.near:
+            if self._finding(o, out, expected).where["fault"] not in _UNNAMED:
+                return False
+        off = ((out - expected) / expected).abs()
+        off = off.where(off <= share, 0.0)  # beside 0, and beyond infinity, it is no share
+        self.near[key] = max(self.near.get(key, 0.0), float(off.max()))
+        return True
+
+    def _place(self, o: str) -> str:
+        return f"{self.variant.program.name} {o}"
 
     def _finding(self, o: str, out: torch.Tensor, expected: torch.Tensor) -> Finding:
         """Say what is wrong with an output."""
@@ -227,15 +259,15 @@ class _Sample:
         where = {**seen.where, "program": self.variant.program.name, "output": o, "seed": self.seed}
         where |= {"case": label} if label else {}
         same = {
-            x: ("passed", "wrong")[bool(_differs(self.results[x], v).any())]
+            x: ("passed", "wrong")[bool(differs(self.results[x], v).any())]
             for x, v in self.truth.items()
         }
         where |= {"outputs": same | {o: "wrong"}} if len(same) > 1 else {}
         message = _said(o, label, seen)
         if label == f"{spec.gemm[0]} times 0" and seen.fault == "wrong_function":
             message += ". All products are equal there: ties may be taken otherwise"
-        if seen.fault == "approximated":
-            message += f". To {_RELATIVE:g} of each element it has to be the function itself"
+        if seen.fault == "approximated" or self._place(o) in self.near:
+            message += f". To {_tolerance(spec, o):.2g} of each element it has to be the function"
         return Finding(message=message, where=where)
 
     def _noise(self, o: str, truth: torch.Tensor, probes: int, around: float) -> torch.Tensor:
@@ -245,12 +277,7 @@ class _Sample:
         generator = torch.Generator().manual_seed(self.seed)
         runs = []
         for i in range(probes):
-            near = {
-                x: v * (1 + around * torch.randn(v.shape, generator=generator, dtype=v.dtype))
-                if isinstance(v, torch.Tensor) and v.is_floating_point()
-                else v
-                for x, v in self.inputs.items()
-            }
+            near = self._around(generator, around)
             # With opposite signs: where an output saturates, one alone may move nothing. And with
             # none: sinc(x) of a huge x is 10^-38 of either sign, which an error of its range always
             # exceeds.
@@ -258,6 +285,17 @@ class _Sample:
             spec, binding = self.variant.spec, self.variant.binding
             runs.append(disturbed(spec, near, binding, self.seed + i // 3, way)[o])
         return largest_change(truth, runs)
+
+    def _around(self, generator: torch.Generator, share: float) -> Inputs:
+        """Draw inputs around these."""
+        import torch
+
+        return {
+            x: v * (1 + share * torch.randn(v.shape, generator=generator, dtype=v.dtype))
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
+            for x, v in self.inputs.items()
+        }
 
 
 def _labelled(finding: Finding, label: str, seed: int) -> Finding:
@@ -269,7 +307,7 @@ def _labelled(finding: Finding, label: str, seed: int) -> Finding:
 
 def _said(o: str, label: str, seen: Diagnosis) -> str:
     got, expected = seen.where["got"], seen.where["expected"]
-    off = abs(got - expected) / max(abs(expected), _LEAST)
+    off = abs(got - expected) / max(abs(expected), LEAST)
     much = f", off by {off:.2g} of it" if math.isfinite(off) else ""
     case = f" ({label})" if label else ""
     return (
@@ -278,100 +316,9 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
     )
 
 
-def _tops(spec: Spec, o: str) -> tuple[float, float]:
-    """Give where a store saturates, and the largest number of its type."""
+def _tolerance(spec: Spec, o: str) -> float:
+    """Give the share of an element that an approximation may be off by."""
     import torch
 
-    dtype = getattr(torch, spec.dtype_of(o, spec.default_types()))
-    most = torch.finfo(dtype).max
-    return most if dtype.itemsize == 1 else math.inf, most
-
-
-def _known(truth: torch.Tensor) -> torch.Tensor:
-    """Bound what each element may differ in any case."""
-    return _RELATIVE * truth.abs() + _LEAST
-
-
-def _differs(
-    out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Find where the truth is finite and `out` differs, or is NaN."""
-    allowed = _known(truth) if allowed is None else allowed
-    return truth.isfinite() & ~((out - truth).abs() <= allowed)
-
-
-class _Roundings:
-    """What roundings of constants and operations come to in an output.
-
-    One replay tells it of one node. They are asked one by one, those nearest to the output first,
-    and only while an element is wrong: all of 150 nodes took 45 s where two constants were enough.
-    """
-
-    def __init__(self, variant: Variant, inputs: Inputs, o: str, out: torch.Tensor) -> None:
-        import torch
-
-        program = variant.program
-        self._about, self._out = (variant.spec, program, inputs, o), out
-        self._constants, self._operations = torch.zeros_like(out), torch.zeros_like(out)
-        nodes = program.graph.nodes
-        needed = {program.graph.outputs[o]}
-        for i in reversed(range(len(nodes))):
-            needed |= set(nodes[i].args) if i in needed else set()
-        # Short and whole numbers are meant exactly, and what a value is to equal: beside it nothing
-        # does. What softplus' cut is off by may be most of a remainder.
-        met = {a for n in nodes for a in n.args if n.op == "equal"}
-        exact = (
-            n.op in ("acc", "operand")
-            or (n.op == "const" and (i in met or n.value in (_short(n), _whole(n))))
-            for i, n in enumerate(nodes)
-        )
-        asked = [i for i, known in enumerate(exact) if i in needed and not known]
-        self._left = sorted(asked, key=lambda i: (self._share(nodes[i]), i))
-
-    def wrong(self, expected: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-        """Find the elements that are further off than all this allows."""
-        while True:
-            rounded = self._operations.minimum(_HALF * expected.abs())
-            wrong = _differs(self._out, expected, allowed + self._constants + rounded)
-            if not self._left or not wrong.any():
-                return wrong
-            self._ask(self._left.pop())
-
-    def _ask(self, i: int) -> None:
-        spec, program, inputs, o = self._about
-        (top, _), share = _tops(spec, o), self._share(program.graph.nodes[i])
-        moved = self._operations if share == _ROUNDING else self._constants
-        graph = _scaled(program.graph, i, 1 + share)
-        other = replayed(spec, dataclasses.replace(program, graph=graph), inputs)[o]
-        moved += (other.clamp(-top, top) - self._out).abs().nan_to_num(0.0, 0.0, 0.0)
-
-    @staticmethod
-    def _share(node: Node) -> float:
-        return {"const": _CONSTANT, "softplus": _CUT}.get(node.op, _ROUNDING)
-
-
-def _short(node: Node) -> float:
-    """Give the number next to a constant, of those that bfloat16 has."""
-    import torch
-
-    return float(torch.tensor(node.value).bfloat16())
-
-
-def _whole(node: Node) -> float:
-    """Give the whole number next to a constant, of those that float32 has."""
-    return float(round(node.value)) if abs(node.value) < 2**24 else math.nan
-
-
-def _scaled(graph: Graph, i: int, factor: float) -> Graph:
-    """Multiply node `i` of a graph by a factor."""
-
-    def at(j: int) -> int:
-        return j if j < i else j + 2
-
-    nodes = graph.nodes
-    scaled = [
-        Node("const", (), Shape.SCALAR, value=factor),
-        Node("mul", (i, i + 1), nodes[i].shape),
-    ]
-    after = [dataclasses.replace(n, args=tuple(map(at, n.args))) for n in nodes[i + 1 :]]
-    return Graph(nodes[: i + 1] + scaled + after, {o: at(j) for o, j in graph.outputs.items()})
+    kinds = (getattr(torch, spec.dtype_of(o, types)) for types in spec.type_choices())
+    return min(_APPROXIMATE.get(x.itemsize, 0.0) if x.is_floating_point else 0.0 for x in kinds)

@@ -164,11 +164,16 @@ class WorstError(Record):
 
 
 class NumericsReport(Record):
-    """What the numerics gate saw; `worst` by "program dtype"."""
+    """What the numerics gate saw; `worst` by "program dtype".
+
+    `approximated` is the most that an approximation is off by in float64, as a share of elements,
+    by "program output"; None where the program is the reference itself.
+    """
 
     ran: Literal["compiled kernel", "interpreter"]
     shapes: tuple[Sizes, ...]
     worst: dict[str, WorstError] = {}
+    approximated: dict[str, float] | None = None
     refused_tiles: tuple[RefusedTile, ...] = ()
 
 

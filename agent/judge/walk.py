@@ -111,6 +111,7 @@ class Walk:
         self.surveyed: Survey | None = None
         self._admitted: dict[Key, tuple[TileConfig, ...]] = {}
         self._begun: Future[_Early] | None = None
+        self._approximated: dict[str, float] = {}
 
     def through(self) -> None:
         """Pass the gates in order, until one finds a fault."""
@@ -204,7 +205,9 @@ class Walk:
         from coda_agent.agent.judge.meaning import check_meaning
 
         start, outcome = time.monotonic(), None
-        findings = check_meaning(self.spec, self.programs, seed=self.seed)
+        findings = check_meaning(
+            self.spec, self.programs, seed=self.seed, approximated=self._approximated
+        )
         if not findings and self.gpu is None:
             outcome = self._interpreted()
         return findings, outcome, time.monotonic() - start
@@ -232,6 +235,8 @@ class Walk:
             )
             outcome = self.executor.grade(job, self._progress(result.name))
         result.findings, result.data = [*outcome.findings], outcome.report
+        if self._approximated and result.data:
+            result.data = result.data.model_copy(update={"approximated": self._approximated})
         self._admitted = dict(outcome.admitted)
         self._call(result)
 

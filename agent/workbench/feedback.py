@@ -131,10 +131,12 @@ def _figures(report: object) -> Iterator[str]:
                 yield f"{k.program} {k.arch} {k.dtype} at {k.tile}: {resources(k)}"
             if any(k.local_stores for k in kernels):
                 yield "what spills: inspect tiles"
-        case NumericsReport(ran=ran, worst=worst, refused_tiles=refused):
+        case NumericsReport(ran=ran, worst=worst, refused_tiles=refused, approximated=near):
             yield f"by the {ran}"
             for program, error in worst.items():
                 yield f"{program}: {error.ratio:.2f} of the bound ({error.output})"
+            for output, off in (near or {}).items():
+                yield f"{output} is approximated, to {off:.1g} of an element"
             if refused:
                 yield f"{len(refused)} tiles refused"
 

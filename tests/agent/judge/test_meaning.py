@@ -34,13 +34,15 @@ def spec_of(body: str, domain: str = "", stored: str = "bfloat16") -> Spec:
     )
 
 
-def findings(made: Spec, expression: str, seed: int | None = None) -> list[Finding]:
+def findings(
+    made: Spec, expression: str, seed: int | None = None, near: dict[str, float] | None = None
+) -> list[Finding]:
     text = (
         f"from coda_agent.primitives import {', '.join({*vocabulary} - {'Program'})}\n"
         f"@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {{'O': {expression}}}\n"
     )
     programs = read_programs(text)
-    return check_meaning(made, programs, seed=seed)
+    return check_meaning(made, programs, seed=seed, approximated=near)
 
 
 @pytest.mark.one_in(6)
@@ -255,3 +257,31 @@ def test_numbers_that_are_compared_are_met_at_once() -> None:
     (finding,) = check_meaning(made, read_programs(text), seed=1)
     assert "(numbers that the program compares)" in finding.message
     assert "the condition of" in finding.message and "`mu` is due" in finding.message
+
+
+def polynomial(x: str, *factors: float) -> str:
+    """Write a polynomial, the factor of the lowest power first."""
+    first, *others = factors
+    return f"({first!r} + {x} * {polynomial(x, *others)})" if others else repr(first)
+
+
+def test_an_approximation_is_right_where_its_type_does_not_show_it() -> None:
+    """2^x by a cubic of least squares, off by 8e-5; erfc by formula 7.1.26 of Abramowitz and Stegun,
+    off by 1.5e-7, with a sum behind it that may cancel."""
+    y = "(acc * 1.4426950408889634)"
+    cubic = polynomial(f"({y} - round_even({y}))", 0.99992890, 0.69327624, 0.24261112, 0.05513902)
+    exponential = f"exp2(round_even({y})) * {cubic} * r"
+    near: dict[str, float] = {}
+    assert findings(spec_of("torch.exp(z) * r"), exponential, 3, near) == []
+    assert 5e-5 < near["k O"] < 2e-4
+    (finding,) = findings(spec_of("torch.exp(z) * r", stored="float32"), exponential, seed=3)
+    assert "exp2" in finding.message
+
+    half = "(absolute(acc) * 0.7071067811865476)"
+    t = f"(1.0 / (1.0 + 0.3275911 * {half}))"
+    series = polynomial(t, 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+    tail = f"0.5 * ({t} * {series} * exp(-1.0 * {half} * {half}))"
+    gelu = f"acc * where(greater(acc, 0.0), 1.0 - {tail}, {tail}) + r"
+    near = {}
+    assert findings(spec_of("F.gelu(z) + r"), gelu, 3, near) == []
+    assert 1e-5 < near["k O"] < 2.0**-12
