@@ -9,10 +9,10 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from coda_agent.agent.evidence import Evidence, Standing
 from coda_agent.agent.judge import Verdict
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.publish import exclusive, publish
 from coda_agent.agent.workspace import Kernel, Workspace
 from coda_agent.primitives.errors import WorkspaceError
@@ -64,7 +64,7 @@ def raise_or_revoke(
     return _record(workspace, new, verdict, sources, "Revoke", reason)
 
 
-def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) -> str | None:
+def store_tuned(workspace: Workspace, kernel: str, measured: JsonObject) -> str | None:
     """Add measured shapes to a kernel's tuned.json; None where none is new.
 
     Raises:
@@ -85,7 +85,7 @@ def _record(
     reason: str,
 ) -> str | None:
     """Publish the four files as stored evidence and a verdict make them."""
-    measured: dict[str, Any] = {}
+    measured: JsonObject = {}
     if verdict.passed and verdict.tuned:
         measured = verdict.model_dump(mode="json")["tuned"]
     with exclusive(workspace, new.kernel, sources["kernel.py"]) as lock:
@@ -111,14 +111,12 @@ def _message(evidence: Evidence, verb: str, reason: str) -> str:
     return "\n".join([textwrap.shorten(head, 100, placeholder=" …"), "", *lines, ""])
 
 
-def _merged(
-    known: Mapping[str, Any], measured: Mapping[str, Any], *, renew: bool = True
-) -> dict[str, Any]:
+def _merged(known: JsonObject, measured: JsonObject, *, renew: bool = True) -> JsonObject:
     """Merge measured entries; `renew` replaces those of the same shape.
 
     One of the stored configuration changes nothing: times differ by noise.
     """
-    merged: dict[str, Any] = {gpu: dict(types) for gpu, types in known.items()}
+    merged: JsonObject = {gpu: dict(types) for gpu, types in known.items()}
     for gpu, types in measured.items():
         for dtype, entries in types.items():
             found = {(e["m"], e["n"], e["k"]): e for e in merged.get(gpu, {}).get(dtype, [])}
@@ -131,7 +129,7 @@ def _merged(
     return merged
 
 
-def _encode(tuned: Mapping[str, Any]) -> str:
+def _encode(tuned: JsonObject) -> str:
     """JSON for review in git: a configuration is a line."""
     text = json.dumps(tuned, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     # A line break in JSON text is layout, never part of a string.
@@ -139,7 +137,7 @@ def _encode(tuned: Mapping[str, Any]) -> str:
     return leaf.sub(lambda m: re.sub(r"\n\s*", " ", m[0]), text) + "\n"
 
 
-def _tuned(kernel: Kernel) -> dict[str, Any]:
+def _tuned(kernel: Kernel) -> JsonObject:
     """Read a kernel's tuned.json; empty where it is missing or damaged."""
     with contextlib.suppress(WorkspaceError):
         return dict(kernel.tuned)

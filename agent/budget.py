@@ -3,12 +3,12 @@
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CodaError
 
 PRICES = Path(__file__).with_name("prices.toml")
@@ -42,7 +42,7 @@ class Budget:
             CodaError: no such limit, or its value is no positive number.
         """
         kinds = {field.name: type(field.default) for field in fields(self)}
-        new: dict[str, Any] = {} if usd is None else {"usd": usd}
+        new: JsonObject = {} if usd is None else {"usd": usd}
         for limit in limits:
             key, _, value = limit.partition("=")
             try:
@@ -91,7 +91,7 @@ class Prices:
     def __init__(self, model: str, given: Price | None = None, day: date | None = None) -> None:
         self.model, self._given = model, given
         self._day = day or datetime.now(UTC).date()
-        self._rows: list[dict[str, Any]] = tomllib.loads(PRICES.read_text("utf-8"))["price"]
+        self._rows: list[JsonObject] = tomllib.loads(PRICES.read_text("utf-8"))["price"]
         self.tiers(model)
 
     def tiers(self, model: str) -> list[Price]:
@@ -115,7 +115,7 @@ class Prices:
             raise CodaError(f"the price of {model} is not known", hint=hint)
         return [found[above][1] for above in sorted(found, reverse=True)]
 
-    def cost(self, usage: Mapping[str, Any]) -> float:
+    def cost(self, usage: JsonObject) -> float:
         """Count what a usage block costs, in USD.
 
         The entries of `iterations` are what is billed, where there are any: a compaction or another
@@ -141,7 +141,7 @@ class Prices:
             price for price in self.tiers(model) if context > price.above or not price.above
         )
 
-    def _entry(self, usage: Mapping[str, Any]) -> float:
+    def _entry(self, usage: JsonObject) -> float:
         fresh, read = usage.get("input_tokens") or 0, usage.get("cache_read_input_tokens") or 0
         written = usage.get("cache_creation_input_tokens") or 0
         parts = usage.get("cache_creation") or {}
@@ -156,7 +156,7 @@ class Prices:
         )
 
 
-def tokens(usage: Mapping[str, Any]) -> int:
+def tokens(usage: JsonObject) -> int:
     """Count all tokens of a usage block, cached or not."""
     keys = ("input_tokens", "output_tokens",
             "cache_read_input_tokens", "cache_creation_input_tokens")  # fmt: skip
@@ -164,17 +164,17 @@ def tokens(usage: Mapping[str, Any]) -> int:
     return sum(entry.get(key) or 0 for entry in entries for key in keys)
 
 
-def context(usage: Mapping[str, Any]) -> int:
+def context(usage: JsonObject) -> int:
     """Count the tokens that the next call reads: last prompt and answer."""
     return tokens(_last(usage))
 
 
-def cached(usage: Mapping[str, Any]) -> int:
+def cached(usage: JsonObject) -> int:
     """Count the tokens that the next call can read from the cache."""
     keys = ("cache_read_input_tokens", "cache_creation_input_tokens")
     return sum(_last(usage).get(key) or 0 for key in keys)
 
 
-def _last(usage: Mapping[str, Any]) -> Mapping[str, Any]:
+def _last(usage: JsonObject) -> JsonObject:
     entries = [e for e in usage.get("iterations") or [] if e.get("type") != "compaction"]
     return entries[-1] if entries else {**usage, "iterations": None}

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from coda_agent.agent.execution.child import Child, ChildError, serve
 from coda_agent.agent.execution.local import here
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.judge import Observer
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import Reply, answered
 from coda_agent.agent.session import Call, perform
@@ -63,7 +63,7 @@ class Calls:
         self._child.close()
 
 
-def _handle(job: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
+def _handle(job: JsonObject, tell: Callable[[object], None]) -> JsonObject:
     """Do one call."""
     workspace = Workspace(Path(job["root"]), Path(job["top"]))
     call = Call(**job["call"])

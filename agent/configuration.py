@@ -1,15 +1,15 @@
 """A Hugging Face configuration, and a layer's widths in it."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import text_of
 
 
-def configuration(path: Path) -> dict[str, Any]:
+def configuration(path: Path) -> JsonObject:
     """Read a Hugging Face config.json, or that of a folder.
 
     Raises:
@@ -24,7 +24,7 @@ def configuration(path: Path) -> dict[str, Any]:
     return about
 
 
-def widths(about: Mapping[str, Any], path: Path) -> dict[str, int]:
+def widths(about: JsonObject, path: Path) -> dict[str, int]:
     """Take the widths of a model's layer, as suites name them.
 
     Raises:

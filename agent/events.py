@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, Field
 
 from coda_agent.agent.device import Device
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.judgement import Judgement, Machine
 
 
@@ -24,11 +25,11 @@ class Event(BaseModel, frozen=True, populate_by_name=True):
     type: str
 
     @property
-    def data(self) -> dict[str, Any]:
+    def data(self) -> JsonObject:
         """The fields that were given, as the line holds them."""
         return self.model_dump(by_alias=True, exclude={"seq", "time", "type"}, exclude_unset=True)
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> JsonObject:
         """Write the event as its line holds it."""
         return {"seq": self.seq, "time": self.time, "type": self.type, "data": self.data}
 
@@ -36,10 +37,10 @@ class Event(BaseModel, frozen=True, populate_by_name=True):
 class Unknown(Event, frozen=True):
     """A line of a kind that this version does not have."""
 
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
 
     @property
-    def data(self) -> dict[str, Any]:
+    def data(self) -> JsonObject:
         return self.fields
 
 
@@ -56,7 +57,7 @@ class RunStarted(Event, frozen=True):
     device: Device = "auto"
     commit: bool = True
     withheld: tuple[str, ...] = ()
-    options: dict[str, Any] | None = None
+    options: JsonObject | None = None
     """The author's options, where its run can be resumed."""
     replays: str | None = None
     """The run that this one repeats."""
@@ -67,7 +68,7 @@ class RunResumed(Event, frozen=True):
 
     type: Literal["run.resumed"] = "run.resumed"
     run: str = ""
-    options: dict[str, Any] | None = None
+    options: JsonObject | None = None
 
 
 class SpecAdmitted(Event, frozen=True):
@@ -121,7 +122,7 @@ class ToolFinished(Event, frozen=True):
     seconds: float = 0.0
     ok: bool = True
     text: str = ""
-    facts: dict[str, Any] = Field(default={}, alias="data")
+    facts: JsonObject = Field(default={}, alias="data")
     artifacts: list[str] = []
     gpu: bool = False
 
@@ -166,8 +167,8 @@ class Prompted(Event, frozen=True):
     """What every call of a model starts with: parameters and first messages."""
 
     type: Literal["prompt"] = "prompt"
-    request: dict[str, Any]
-    messages: list[dict[str, Any]]
+    request: JsonObject
+    messages: list[JsonObject]
     characters: int
 
 
@@ -187,10 +188,10 @@ class Responded(Event, frozen=True):
     type: Literal["response"] = "response"
     id: str = ""
     model: str = ""
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     stop_reason: str = ""
-    stop_details: dict[str, Any] | None = None
-    usage: dict[str, Any]
+    stop_details: JsonObject | None = None
+    usage: JsonObject
     usd: float | None
     seconds: float = 0.0
 
@@ -202,7 +203,7 @@ class RequestFailed(Event, frozen=True):
     error: str = ""
     wait_s: float | None = None
     """How long until the next attempt; None where there is none."""
-    usage: dict[str, Any] = {}
+    usage: JsonObject = {}
     usd: float | None
 
 
@@ -225,7 +226,7 @@ class RunFinished(Event, frozen=True):
 
     type: Literal["run.finished"] = "run.finished"
     reason: str | None = None
-    best: dict[str, Any] | None = None
+    best: JsonObject | None = None
     """The attempt that showed most; its text is the run's `best.py`."""
 
 
@@ -244,7 +245,7 @@ def _classes() -> dict[str, type[Event]]:
     return {name: kind for kind in kinds for name in get_args(kind.model_fields["type"].annotation)}
 
 
-def event_of(line: dict[str, Any]) -> Event:
+def event_of(line: JsonObject) -> Event:
     """Read an event of a line: `seq`, `time`, `type`, fields as `data`.
 
     Raises:
@@ -253,7 +254,7 @@ def event_of(line: dict[str, Any]) -> Event:
     place = {key: line[key] for key in ("seq", "time", "type")}
     if datetime.fromisoformat(place["time"]).tzinfo is None:
         raise ValueError(f"time {place['time']} has no zone")
-    data: dict[str, Any] = line["data"]
+    data: JsonObject = line["data"]
     if kind := _classes().get(place["type"]):
         return kind.model_validate(data | place)
     return Unknown(**place, fields=data)

@@ -72,10 +72,10 @@ class Evidence(Judgement):
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     """JSON of a value, each of its entries on a line."""
 
-    def one(entry: Any) -> str:
+    def one(entry: object) -> str:
         return json.dumps(plain(entry), ensure_ascii=False, allow_nan=False)
 
     if not value or not isinstance(value, dict | list):

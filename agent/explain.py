@@ -2,12 +2,12 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.execution.answers import Ok, Refused, answered, read_answer
 from coda_agent.agent.execution.child import Child, ChildError, serve
 from coda_agent.agent.judge.job import CompileJob
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.inspect import describe
 from coda_agent.primitives.program import Program
@@ -110,7 +110,7 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
     raise CompileError(f"the compiler answered {answer.kind}")
 
 
-def _dumped(work: dict[str, Any]) -> str:
+def _dumped(work: JsonObject) -> str:
     """Compile a job in the fresh process, and read the stage's artifact."""
     built = CompileJob.model_validate(work["job"]).run()
     if work["stage"] == "sass":

@@ -7,17 +7,17 @@ import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from coda_agent.agent import events as e
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.budget import tokens
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.run_page import changed
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run
 from coda_agent.primitives.errors import WorkspaceError
 
-Message = dict[str, Any]
+Message = JsonObject
 
 _STOPS = {
     "end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "max_tokens",
@@ -40,7 +40,7 @@ def write(run: Run, events: list[e.Event]) -> Path:
     return path
 
 
-def document(name: str, events: list[e.Event]) -> dict[str, Any]:
+def document(name: str, events: list[e.Event]) -> JsonObject:
     """Say a run in inspect_ai's terms."""
     state, told = RunState.of(events), _Told(events[0].time)
     for event in events:
@@ -84,13 +84,13 @@ class _Told:
 
     def __init__(self, start: str) -> None:
         self.messages: list[Message] = []
-        self.events: list[dict[str, Any]] = []
-        self.usage: dict[str, Any] = {}
-        self.output: dict[str, Any] = {}
+        self.events: list[JsonObject] = []
+        self.usage: JsonObject = {}
+        self.output: JsonObject = {}
         self.finding = self._candidate = ""
         self._start = datetime.fromisoformat(start)
         self._talk, self._said = Conversation(), 0
-        self._asked, self._names = dict[str, Any](), dict[str, str]()
+        self._asked, self._names = JsonObject(), dict[str, str]()
 
     def apply(self, event: e.Event) -> None:
         """Take the next event."""
@@ -125,7 +125,7 @@ class _Told:
             case _:
                 pass
 
-    def _happened(self, event: e.Event, kind: str, **more: Any) -> None:
+    def _happened(self, event: e.Event, kind: str, **more: object) -> None:
         since_s = (datetime.fromisoformat(event.time) - self._start).total_seconds()
         about = {"event": kind, "timestamp": event.time, "working_start": since_s}
         self.events.append(about | more)
@@ -159,7 +159,7 @@ class _Told:
 
     def _called(self, event: e.ToolFinished) -> None:
         given = self._asked.pop(event.id, None)
-        call: dict[str, Any] = {
+        call: JsonObject = {
             "id": event.id or f"call-{len(self.events)}", "function": event.name,
             "arguments": given if isinstance(given, dict) else {},
         }  # fmt: skip
@@ -191,7 +191,7 @@ def _of_model(event: e.Responded) -> Message:
     return {"role": "assistant", "content": content, "tool_calls": calls, "model": event.model}
 
 
-def _of_user(content: list[dict[str, Any]], names: dict[str, str]) -> Iterator[Message]:
+def _of_user(content: list[JsonObject], names: dict[str, str]) -> Iterator[Message]:
     for block in content:
         if block["type"] != "tool_result":
             yield {"role": "user", "content": block.get("text", "")}
@@ -202,7 +202,7 @@ def _of_user(content: list[dict[str, Any]], names: dict[str, str]) -> Iterator[M
                **error}  # fmt: skip
 
 
-def _usage(event: e.Responded) -> dict[str, Any]:
+def _usage(event: e.Responded) -> JsonObject:
     named = {
         "input_tokens": "input_tokens", "output_tokens": "output_tokens",
         "input_tokens_cache_read": "cache_read_input_tokens",
@@ -213,5 +213,5 @@ def _usage(event: e.Responded) -> dict[str, Any]:
     return {**found, "total_tokens": tokens(event.usage), **cost}
 
 
-def _score(passed: bool, answer: str, why: str) -> dict[str, Any]:
+def _score(passed: bool, answer: str, why: str) -> JsonObject:
     return {"value": "C" if passed else "I", "answer": answer, "explanation": why}

@@ -4,7 +4,7 @@ The whole verdict, with every tile and round, is the run's artifact `verdict-NUM
 """
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, model_validator
@@ -13,6 +13,7 @@ from coda_agent.agent.judge.records import (
     VERSIONS,
     CompileReport,
     Failure,
+    JsonObject,
     Level,
     NumericsReport,
     PerformanceReport,
@@ -53,7 +54,7 @@ class Machine(Kept):
     packages: dict[str, str | None] = {}
 
     @classmethod
-    def of(cls, about: Mapping[str, Any]) -> Self:
+    def of(cls, about: JsonObject) -> Self:
         """Take the machine of a verdict's environment."""
         gpu = about.get("gpu") or {}
         keys = ("device", "cuda", "python", "system", "packages")
@@ -87,7 +88,7 @@ class Gate(Record, extra="ignore"):
         return cls(passed=passed, version=gate.version, seconds=gate.seconds)
 
 
-def _read_gate(value: Any) -> Any:
+def _read_gate(value: object) -> object:
     """Read a gate that an earlier log has as one word."""
     words = {"passed": True, "failed": False, "skipped": None}
     return {"passed": words[value]} if isinstance(value, str) and value in words else value
@@ -218,7 +219,7 @@ class Judgement(Record, extra="ignore"):
     def of(cls, verdict: Verdict, **more: Any) -> Self:
         """Shorten a verdict; `more` fields go before its own."""
         findings = [finding.message for gate in verdict.gates for finding in gate.findings]
-        saw: dict[str, Any] = {}
+        saw: JsonObject = {}
         if report := verdict.report(CompileReport):
             saw["compiled"] = Compiled.of(report)
         if report := verdict.report(NumericsReport):

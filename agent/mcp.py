@@ -26,6 +26,7 @@ from coda_agent.agent import runs as past
 from coda_agent.agent.calls import Calls
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import BUG, Reply, answered
 from coda_agent.agent.session import Call, end, perform
 from coda_agent.agent.workbench import NEXT, TOOLS
@@ -70,7 +71,7 @@ class Connection:
         self._last: Path | None = None
 
     def call(
-        self, name: str, given: dict[str, Any], client: str, observer: Observer
+        self, name: str, given: JsonObject, client: str, observer: Observer
     ) -> tuple[Result, str]:
         """Do one tool call: its result, and the run it belongs to."""
         if door := DOORS.get(name):
@@ -113,7 +114,7 @@ class Connection:
                 return run.id
         return None
 
-    def _spec(self, name: Any) -> Path:
+    def _spec(self, name: object) -> Path:
         """Find the spec that is named, or that of the last call."""
         if name is not None:
             return self.workspace.resolve_spec(str(name))
@@ -171,17 +172,17 @@ def server(connection: Connection) -> "Server[Any]":
 
     turn = anyio.Lock()
 
-    async def list_tools(context: Any, params: Any) -> types.ListToolsResult:
+    async def list_tools(context: object, params: object) -> types.ListToolsResult:
         names = [*DOORS, *TOOLS]
         return types.ListToolsResult(tools=[types.Tool(**described(name)) for name in names])
 
-    async def list_prompts(context: Any, params: Any) -> types.ListPromptsResult:
+    async def list_prompts(context: object, params: object) -> types.ListPromptsResult:
         spec = types.PromptArgument(name="spec", description="Its name.", required=True)
         about = {"description": "Write a kernel for a spec.", "arguments": [spec]}
         return types.ListPromptsResult(prompts=[types.Prompt(name="write_kernel", **about)])
 
     async def get_prompt(
-        context: Any, params: types.GetPromptRequestParams
+        context: object, params: types.GetPromptRequestParams
     ) -> types.GetPromptResult:
         text = _WRITE.format(spec=(params.arguments or {}).get("spec", ""))
         said = types.TextContent(type="text", text=text)
@@ -192,7 +193,7 @@ def server(connection: Connection) -> "Server[Any]":
         client = re.sub(r"[^\w.@/+ -]", "_", about.client_info.name)[:70] if about else "unknown"
         counted = itertools.count(1)  # the protocol wants a number that grows; the gates start over
 
-        def observer(type: str, data: dict[str, Any]) -> None:
+        def observer(type: str, data: JsonObject) -> None:
             if type in _EYES:
                 count = f" {data['done']}/{data['total']}" if "done" in data else ""
                 note = f"{data.get('gate')}{count} {data.get('note') or ''}".strip()
@@ -224,7 +225,7 @@ def server(connection: Connection) -> "Server[Any]":
     )
 
 
-def described(name: str) -> dict[str, Any]:
+def described(name: str) -> JsonObject:
     """Describe a tool as MCP lists it, the spec another field."""
     known = DOORS.get(name) or TOOLS[name]
     schema, closing = known.schema(), name in ("submit", "give_up")
@@ -279,7 +280,7 @@ def install(client: str, workspace: Workspace) -> str:
     return f"{path}: coda-agent is a server; start {client} in {workspace.root}"
 
 
-def _table(command: dict[str, Any], known: dict[str, Any], workspace: Workspace) -> str:
+def _table(command: JsonObject, known: JsonObject, workspace: Workspace) -> str:
     """Write what a configuration of Codex lacks.
 
     It is a user's, and names one workspace.

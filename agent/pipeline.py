@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
@@ -22,7 +22,7 @@ from coda_agent.agent import execution, judge, publish, references, runs
 from coda_agent.agent.authors import Author
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer, Verdict
-from coda_agent.agent.judge.records import GATES
+from coda_agent.agent.judge.records import GATES, JsonObject
 from coda_agent.agent.log import logged
 from coda_agent.agent.plain import dollars, plain
 from coda_agent.agent.workbench import Proposal, Work, Workbench, open_bench
@@ -59,7 +59,7 @@ class Outcome:
     remark: str = ""
     cost: str = ""
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Write it as plain JSON data."""
         verdict = self.verdict and self.verdict.model_dump(mode="json")
         return plain({**vars(self), "verdict": verdict})
@@ -213,7 +213,7 @@ def opened(
 
 @contextlib.contextmanager
 def reopened(
-    workspace: Workspace, run: Run, observer: Observer, *, settings: dict[str, Any] | None = None
+    workspace: Workspace, run: Run, observer: Observer, *, settings: JsonObject | None = None
 ) -> Iterator[Workbench]:
     """Open a run's workbench as it was left, with its own spec.
 

@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from coda_agent.agent.authors.composer import handed_over
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.tips import names_in
 from coda_agent.agent.workbench import feedback, shown
 from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
@@ -115,7 +115,7 @@ def wanted_of(spec: Spec) -> set[str]:
     return found - ({"AddTile"} if spec.in_place is None else set())
 
 
-def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:
+def request(spec: Spec, withheld: Sequence[str] = ()) -> JsonObject:
     """Make a conversation's tools, system text and first message, with cache breakpoints.
 
     Text has the vocabulary and the composer's draft: `list_primitives` and `compose` are not
@@ -124,7 +124,7 @@ def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:
     An hour, not five minutes: a compilation, or a wait for a GPU, may outlast the shorter one.
     """
     hour = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    tools: list[dict[str, Any]] = [
+    tools: list[JsonObject] = [
         {"name": tool.name, "description": tool.description, "input_schema": tool.schema()}
         for tool in shown(withheld).values()
         if tool.name not in ("list_primitives", "compose", "use")

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from coda_agent import primitives
 from coda_agent.agent.execution.answers import Ok, Refused, read_answer
 from coda_agent.agent.execution.child import START_TIMEOUT_S, Child, ChildError
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.primitives.suggest import near_matches
@@ -128,15 +129,15 @@ def reference_child(module: str) -> Child:
     return Child(module, environment=_ENVIRONMENT, confine=True)
 
 
-def _result(job: dict[str, Any], where: str, limit_s: float, *, needs: str) -> str:
+def _result(job: JsonObject, where: str, limit_s: float, *, needs: str) -> str:
     """Have the child do a job, after it imports what that `needs`."""
     first, job = {"kind": "import", "module": needs}, {**job, "where": where}
     return result(_child(), job, where, limit_s, str, first=first)
 
 
 def result(
-    child: Child, job: dict[str, Any], where: str, limit_s: float, kind: type[_Result],
-    *, first: dict[str, Any] | None = None,
+    child: Child, job: JsonObject, where: str, limit_s: float, kind: type[_Result],
+    *, first: JsonObject | None = None,
 ) -> _Result:  # fmt: skip
     """Have a child do a job with a function found at `where`.
 

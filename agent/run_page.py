@@ -3,10 +3,10 @@
 import difflib
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from coda_agent.agent import events as e
 from coda_agent.agent.budget import cached, tokens
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.pages import Diff, Fold, Section
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.state import RunState
@@ -19,7 +19,7 @@ def sections(events: Iterable[e.Event]) -> Iterator[Section]:
     events = [*events]
     state = RunState.of(events)
     yield "What came of it", [*_end(state)]
-    candidate, turn, asked = "", 0, dict[str, Any]()
+    candidate, turn, asked = "", 0, JsonObject()
     for event in events:
         match event:
             case e.Prompted():
@@ -78,7 +78,7 @@ def _blocks(event: e.Responded, kind: str) -> str:
     return "\n\n".join(block.get(kind, "") for block in event.content if block["type"] == kind)
 
 
-def _call(event: e.ToolFinished, given: Any) -> Iterator[Section]:
+def _call(event: e.ToolFinished, given: JsonObject | None) -> Iterator[Section]:
     head = f"{event.name}, {event.seconds:.1f} s" + ("" if event.ok else ", an error")
     if event.name in _JUDGED:
         yield head, event.text

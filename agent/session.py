@@ -7,7 +7,6 @@ where MCP left it, and a process that is killed between calls loses nothing.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from coda_agent.agent import pipeline
 from coda_agent.agent import runs as past
@@ -15,6 +14,7 @@ from coda_agent.agent.authors import agents_name
 from coda_agent.agent.device import Device
 from coda_agent.agent.events import RunStarted
 from coda_agent.agent.judge import Observer
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import RunLog
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workbench import TOOLS, Workbench, open_bench
@@ -37,7 +37,7 @@ class Call:
     """
 
     tool: str
-    given: dict[str, Any] = field(default_factory=dict[str, Any])
+    given: JsonObject = field(default_factory=JsonObject)
     run: str | None = None
     spec: str | None = None
     author: str = "cli"

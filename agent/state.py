@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from coda_agent.agent import events as e
 from coda_agent.agent.budget import tokens
 from coda_agent.agent.device import Device
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.judgement import Judgement, Kept, Machine
 
 CHECKS = ("static", "compile", "interpret", "gpu", "benchmark", "submit")
@@ -59,7 +60,7 @@ class Attempt(NamedTuple):
         """The first twelve digits of the candidate's digest."""
         return self.judgement.digests["candidate"].removeprefix("sha256:")[:12]
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Write it in short, as plain data."""
         judged = self.judgement
         about = {"number": self.number, "check": self.check, "candidate": self.candidate}
@@ -100,7 +101,7 @@ class RunState:
     device: Device = "auto"
     commits: bool = True
     withheld: tuple[str, ...] = ()
-    options: dict[str, Any] | None = None
+    options: JsonObject | None = None
     admitted: str | None = None
     candidate: str = ""
     attempts: list[Attempt] = field(default_factory=list[Attempt])
@@ -116,7 +117,7 @@ class RunState:
     begun: e.ToolStarted | None = None
     writing: bool = False
     metered: bool = False
-    gates: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    gates: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
     """The gates of the last verdict by name: `passed`, None where it was skipped, and `seconds`."""
     spent: Spent = field(default_factory=lambda: Spent(received=0))
     reserved_usd: float | None = 0.0
@@ -143,7 +144,7 @@ class RunState:
         passed = [attempt for attempt in self.attempts if attempt.passed]
         return max(reversed(passed), key=lambda a: CHECKS.index(a.check), default=None)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Say how the run stands, as plain data."""
         keys = ("kind", "spec", "author", "gates", "level", "commit", "outcome", "reason", "error")
         about = {key: getattr(self, key) for key in keys}

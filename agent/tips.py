@@ -18,12 +18,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import from_json
 
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import Finding, JsonObject
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.catalogue import vocabulary_names
 from coda_agent.primitives.errors import CodaError
@@ -205,7 +205,7 @@ class Tips:
         self._append([{"kind": "pruned", "tip": tip.id} for tip in gone])
         return gone
 
-    def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _records(self) -> Iterator[tuple[int, JsonObject]]:
         text = self.path.read_bytes() if self.path.exists() else b""
         for number, line in enumerate(text.splitlines(), 1):
             try:
@@ -214,7 +214,7 @@ class Tips:
                 message = f"{self.path}:{number} is not JSON: {reason(error)}"
                 raise CodaError(message, hint=_MEND) from error
 
-    def _append(self, records: list[dict[str, Any]]) -> None:
+    def _append(self, records: list[JsonObject]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_own(self.path) as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,12 +1,12 @@
 """An accepted kernel's best configurations at shapes of a user's own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
 from coda_agent.agent.judge import Observer
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import short_run
 from coda_agent.agent.plain import plain
 from coda_agent.agent.workspace import Kernel, Run, Workspace
@@ -34,7 +34,7 @@ def tune(
     *,
     new_run: Callable[[], Run],
     commit: Workspace | None = None,
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[JsonObject, str | None]:
     """Find a kernel's best configurations at shapes on this GPU.
 
     They go to the user's cache, shape by shape, so that what was measured stays measured. What the
@@ -67,7 +67,7 @@ def tune(
     user.add({})  # what fails, fails before anything is measured
     dtypes = sorted({spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()})
 
-    def lines() -> dict[str, Any]:
+    def lines() -> JsonObject:
         held = user.lines().get(gpu.name, {})
         chosen = {d: [plain(x) for x in held.get(d, []) if x.shape in shapes] for d in dtypes}
         return {gpu.name: chosen}
@@ -102,7 +102,7 @@ def check_shape(spec: Spec, shape: Shape) -> None:
 
 def _measured(
     spec: Spec, text: str, shape: Shape, tiles: Sequence[TileConfig], observer: Observer
-) -> dict[str, Any]:
+) -> JsonObject:
     sizes = dict(zip(spec.gemm_dims, shape, strict=True))
     at = spec.model_copy(update={"bench_shapes": (sizes,)})
     return judge.tune_candidate(at, text, execution.executor(), observer=observer, tiles=tiles)

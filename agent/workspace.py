@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from coda_agent.agent.evidence import Evidence
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.objects import reason, text_of
 from coda_agent.primitives.suggest import near_matches
@@ -166,7 +166,7 @@ class Kernel:
             ) from error
 
     @property
-    def tuned(self) -> dict[str, Any]:
+    def tuned(self) -> JsonObject:
         """GPU name to dtype to measured shapes; empty where there is none.
 
         Raises:

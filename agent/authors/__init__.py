@@ -14,10 +14,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.judge import Observer
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.tips import HOLDOUT
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
@@ -60,7 +61,7 @@ class Author(ABC):
     gpu_limit_s = math.inf
     """Seconds of GPU work in its run, the full trial left aside."""
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Say what the first event of a run holds of the author."""
         return {}
 

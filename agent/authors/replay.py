@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from coda_agent.agent import events as e
 from coda_agent.agent.authors import Author, Kind, Options
 from coda_agent.agent.events import Event
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import read_events
 from coda_agent.agent.runs import history
 from coda_agent.agent.state import RunState
@@ -63,7 +64,7 @@ class Replay(Author):
         self.differences: list[str] = []
         self.skipped: list[str] = []
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         return {"replays": self.recorded.run}
 
     def work(self, bench: "Workbench") -> "Work[None]":
@@ -77,7 +78,7 @@ class Replay(Author):
                 self.differences.append(f"{name}: was {then}, is {now}: {result.text}")
         bench.finish("the recording ends here" if not bench.state.over else None, final=False)
 
-    def _calls(self) -> "Iterator[tuple[str, Any, _Came]]":
+    def _calls(self) -> "Iterator[tuple[str, object, _Came]]":
         """Name, input and outcome of each call that ended."""
         begun: e.ToolStarted | None = None
         if not any(isinstance(event, e.ToolStarted) for event in self.events):

@@ -58,7 +58,7 @@ class _Root(TyperGroup):
         settings["commands"] = [command for some in GROUPS.values() for command in some]
         super().__init__(**settings)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: object, formatter: Any) -> None:
         """Write the groups; typer's own panels need rich, which takes 0.1 s."""
         wide = max(len(str(name)) for name in self.commands)
         limit = formatter.width - 6 - wide

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import TypeAdapter
@@ -17,6 +17,7 @@ from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.calls import Calls
 from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName, SpecName
 from coda_agent.agent.cli.report import columns, judged, progress, quiet, reported
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Connection, serve
 from coda_agent.agent.mcp import install as installed
@@ -142,7 +143,7 @@ def prompt(
     return Reply({"parts": parts, "counted": counted}, f"{text}\n[tokens {how}]")
 
 
-def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[list[int], str]:
+def _tokens(asked: Sequence[JsonObject], model: str, server: str) -> tuple[list[int], str]:
     """Count the tokens of requests by the API, or estimate them."""
     guessed = [prompting.estimated_tokens(sent) for sent in asked]
     if not (key := KEYS.take()):

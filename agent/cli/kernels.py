@@ -1,7 +1,7 @@
 """Commands that judge accepted kernels, and files that may become some."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,7 +20,7 @@ from coda_agent.agent.cli.options import (
 from coda_agent.agent.cli.report import judged, progress, quiet, reported
 from coda_agent.agent.cli.spec import about, line
 from coda_agent.agent.judge import Terms
-from coda_agent.agent.judge.records import GATES
+from coda_agent.agent.judge.records import GATES, JsonObject
 from coda_agent.agent.log import short_run
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Kernel, Workspace, find, here, resolve_kernel, resolve_spec
@@ -96,7 +96,7 @@ def verify(
     if every and not quiet() and gpu is None:
         typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
                    "kept or revoked, and none raised above proved.")  # fmt: skip
-    records: list[dict[str, Any]] = []
+    records: list[JsonObject] = []
     for kernel in chosen:
         name = kernel.name
         try:

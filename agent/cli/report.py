@@ -12,9 +12,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -27,7 +27,7 @@ from coda_agent.primitives.objects import writable_cache
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from coda_agent.agent.judge.records import Observer
+    from coda_agent.agent.judge.records import JsonObject, Observer
     from coda_agent.agent.pipeline import Outcome
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -44,7 +44,7 @@ def reported(
 
     def decorate(command: Callable[..., Reply]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(*, as_json: bool = False, **given: Any) -> None:
+        def run(*, as_json: bool = False, **given: object) -> None:
             with _one_document() if as_json else contextlib.nullcontext():
                 reply = answered(lambda: command(**_own(shared, given, compiles)))
             # What a file holds must not steer a terminal.
@@ -65,7 +65,7 @@ def reported(
     return decorate
 
 
-def _own(shared: Sequence[str], given: dict[str, Any], compiles: bool) -> dict[str, Any]:
+def _own(shared: Sequence[str], given: dict[str, object], compiles: bool) -> dict[str, object]:
     """Take out the options that go to where `SHARED` says.
 
     Raises:
@@ -164,7 +164,7 @@ class Standing:
         self.cap: float | None = None
         self.best = "nothing yet"
 
-    def take(self, type: str, data: Mapping[str, Any]) -> None:
+    def take(self, type: str, data: "JsonObject") -> None:
         """Take the next event of the run."""
         match type:
             case "run.started" | "run.resumed" if data.get("options"):
@@ -218,7 +218,7 @@ def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
         if status:
             status.stop()
 
-    def observe(type: str, data: Mapping[str, Any]) -> None:
+    def observe(type: str, data: "JsonObject") -> None:
         gate = str(data.get("gate", ""))
         standing.take(type, data)
         match type:
@@ -252,7 +252,7 @@ def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
         stop()
 
 
-def _finished(gate: str, data: Mapping[str, Any]) -> None:
+def _finished(gate: str, data: "JsonObject") -> None:
     if skipped := data.get("skipped"):
         typer.echo(f"{gate}: skipped: {skipped}")
         return

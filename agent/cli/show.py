@@ -2,7 +2,7 @@
 
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,6 +11,7 @@ from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.kernels import differing
 from coda_agent.agent.cli.options import completed, known_kernels
 from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tables import by_head
 from coda_agent.agent.workspace import Kernel, find, here, kernel_names
@@ -43,7 +44,7 @@ def _all() -> Reply:
     own = reviews.review(workspace, [k for k in kernels.values() if workspace.owns(k)])
     packaged = sorted((k for k in kernels.values() if not workspace.owns(k)), key=lambda k: k.name)
     missing = sorted(set(workspace.spec_names()) - set(kernels))
-    listed: list[dict[str, Any]] = []
+    listed: list[JsonObject] = []
     for k, look in [*((r.kernel, r.look) for r in own), *((k, None) for k in packaged)]:
         listed.append({
             "name": k.name, "level": k.level, "folder": k.folder, "stale": k.stale,

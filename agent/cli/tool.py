@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from coda_agent.agent import prompt
 from coda_agent.agent.cli.options import DeviceOption, NoCommit, completed, known_specs
 from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.session import Call, perform
 from coda_agent.agent.workbench import TOOLS
@@ -76,14 +77,14 @@ def read(given: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     return texts, words
 
 
-def typed(name: str, words: dict[str, str]) -> dict[str, Any]:
+def typed(name: str, words: dict[str, str]) -> JsonObject:
     """Convert words to the types that a tool's schema has.
 
     Raises:
         CodaError: a word is no JSON where JSON is due.
     """
     fields = TOOLS[name].schema()["properties"] if name in TOOLS else {}
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for key, value in words.items():
         if fields.get(key, {}).get("type") != "string" and value[:1] in ("[", "{"):
             try:
@@ -121,7 +122,7 @@ def _described(name: str) -> Reply:
     return Reply(document, said)
 
 
-def _values(field: dict[str, Any]) -> str:
+def _values(field: JsonObject) -> str:
     """Say what a field of a schema takes, in a few words."""
     if "anyOf" in field:
         kinds = [_values(choice) for choice in field["anyOf"] if choice.get("type") != "null"]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.options import All, Kernels, completed, known_kernels
 from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.execution import executor
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.primitives.errors import CodaError
@@ -65,7 +66,7 @@ def tune(
 
     with progress() as observer:
 
-        def observe(type: str, data: dict[str, Any]) -> None:
+        def observe(type: str, data: JsonObject) -> None:
             if type != "gate.finished" or not data.get("passed"):  # three gates a shape
                 observer(type, data)
 

@@ -53,7 +53,7 @@ Answer = Ok | Refused | Fault | Bug
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])
 
 
-def read_answer(data: Any) -> Answer:
+def read_answer(data: object) -> Answer:
     """Read an answer of data.
 
     Raises:
@@ -62,7 +62,7 @@ def read_answer(data: Any) -> Answer:
     return _ANSWER.validate_python(data)
 
 
-def answered(function: Callable[[], Any]) -> Answer:
+def answered(function: Callable[[], object]) -> Answer:
     """Answer with what `function` returns, JSON data, or with what it raised."""
     try:
         return Ok(result=function())

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from coda_agent.agent.execution.confinement import confined
+from coda_agent.agent.judge.records import JsonObject
 
 START_TIMEOUT_S = 120.0  # imports: 5 s alone, 20 s on a loaded machine
 MAX_LOG_BYTES = 4000
@@ -159,7 +160,7 @@ class Child:
 
     def call(
         self,
-        job: dict[str, Any],
+        job: JsonObject,
         *,
         timeout_s: float,
         progress: Callable[[Any], None] | None = None,
@@ -219,7 +220,7 @@ class Child:
         self._log = self._unsent = b""
         self._ready = False
 
-    def _record(self, deadline: float, late: str) -> dict[str, Any]:
+    def _record(self, deadline: float, late: str) -> JsonObject:
         """Read the next record; meanwhile send jobs, and keep the last prints."""
         while (end := self._buffer.find(b"\n")) < 0:
             left = deadline - time.monotonic()
@@ -318,7 +319,7 @@ def _scrubbed(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(
-    handler: Callable[[dict[str, Any], Callable[[Any], None]], Any],
+    handler: Callable[[JsonObject, Callable[[object], None]], object],
     first: Callable[[], object] = lambda: None,
 ) -> None:
     """Answer jobs until the parent is gone: a child's main loop.
@@ -348,11 +349,11 @@ def _watch(jobs: int) -> None:
 def _converse(
     jobs: int,
     results: int,
-    handler: Callable[[dict[str, Any], Callable[[Any], None]], Any],
+    handler: Callable[[JsonObject, Callable[[object], None]], object],
 ) -> int | None:
     """Answer jobs until nobody sends any; in a fork return its pipe."""
 
-    def send(record: dict[str, Any]) -> None:
+    def send(record: JsonObject) -> None:
         data = json.dumps(record).encode() + b"\n"
         while data:
             data = data[os.write(results, data) :]

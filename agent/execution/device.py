@@ -26,6 +26,7 @@ from coda_agent.agent.judge.job import Job, NumericsJob, PrepareJob
 from coda_agent.agent.judge.machine import CONTENDED, DEVICE_CHILD, Gpu, demanded, smi
 from coda_agent.agent.judge.records import (
     Finding,
+    JsonObject,
     Key,
     Outcome,
     Progress,
@@ -230,7 +231,7 @@ class Device:
                 about = TileFault(fault=lost.fault, detail=lost.detail, launch=lost.launch)
                 faults[key, config] = past[key].add(config, about)
 
-    def _tried(self, job: dict[str, Any], progress: Progress) -> Any:
+    def _tried(self, job: JsonObject, progress: Progress) -> Any:
         """Run a job, and again where it is lost without a suspect.
 
         Raises:
@@ -250,7 +251,7 @@ class Device:
                     raise MachineError(f"{said}; {lost.detail}") from lost
         raise AssertionError("unreachable")
 
-    def _answer(self, job: dict[str, Any], timeout_s: float, progress: Progress) -> Any:
+    def _answer(self, job: JsonObject, timeout_s: float, progress: Progress) -> Any:
         """Run a job, and kill the child that is silent too long.
 
         Raises:
@@ -260,7 +261,7 @@ class Device:
         launch: Launch | None = None
         heard, hung, over = time.monotonic(), 0.0, threading.Event()
 
-        def record(told: dict[str, Any]) -> None:
+        def record(told: JsonObject) -> None:
             nonlocal heard, launch
             heard = time.monotonic()
             if "launch" in told:

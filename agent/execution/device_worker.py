@@ -18,12 +18,13 @@ import torch
 from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
 from coda_agent.agent.execution.child import Limits, serve
 from coda_agent.agent.judge.job import read_job
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.imports import import_quack
 from coda_agent.primitives.objects import use_cache
 from coda_agent.runtime.launch import Arguments, launcher
 
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[JsonObject], None]
 LIMITS = Limits(memory_bytes=64 << 30)
 """Of the host's memory; a kernel's tensors are on the GPU."""
 
@@ -50,7 +51,7 @@ class Watch:
 
     def __init__(self, launch: Callable[..., Any], synchronize: Callable[[], None]) -> None:
         self._launch, self._synchronize = launch, synchronize
-        self._seen: set[Any] = set()
+        self._seen: set[tuple[object, ...]] = set()
         self._tell: Tell = lambda _: None
         self._every = False
 
@@ -91,7 +92,7 @@ def main() -> None:
     serve(lambda job, tell: handle(job, tell, watch))
 
 
-def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:
+def handle(job: JsonObject, tell: Tell, watch: Watch) -> JsonObject:
     """Do one job, of the judge or of `COMMANDS`."""
     watch.begin(tell, every=job["kind"] == "numerics")
 
@@ -130,7 +131,7 @@ def end() -> None:
     raise SystemExit(0)
 
 
-COMMANDS: dict[str, Callable[[], Any]] = {"probe": probe, "end": end}
+COMMANDS: dict[str, Callable[[], object]] = {"probe": probe, "end": end}
 
 
 if __name__ == "__main__":

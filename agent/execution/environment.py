@@ -1,15 +1,15 @@
 """The machine that a verdict was given on, as evidence names it."""
 
 import platform
-from typing import Any
 
 from coda_agent.agent.judge.machine import Gpu, gpu_state
 from coda_agent.agent.judge.provenance import PACKAGES, version
+from coda_agent.agent.judge.records import JsonObject
 
 
-def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
+def environment(device: str, gpu: Gpu | None = None) -> JsonObject:
     """Describe the machine and versions; on "cuda" a GPU, too."""
-    facts: dict[str, Any] = {
+    facts: JsonObject = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": device,

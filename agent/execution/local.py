@@ -5,7 +5,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
 from coda_agent.agent.execution.environment import environment
@@ -13,7 +12,7 @@ from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.execution.sanitize import sanitize
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, SanitizeJob
 from coda_agent.agent.judge.machine import Gpu, demanded
-from coda_agent.agent.judge.records import Outcome, Progress, ReportT
+from coda_agent.agent.judge.records import JsonObject, Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.primitives.errors import CompileError
 
@@ -88,7 +87,7 @@ class Local:
             self._used = gpu
             return self._device(gpu).grade(job, progress)
 
-    def environment(self, device: str) -> dict[str, Any]:
+    def environment(self, device: str) -> JsonObject:
         return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
 
 

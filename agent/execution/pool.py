@@ -9,6 +9,7 @@ from typing import Any, Self
 from coda_agent.agent.execution.answers import Ok, Refused, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.objects import writable_cache
 
@@ -62,7 +63,7 @@ class CompilePool:
         """Begin to import, beside other work."""
         self._origin.start()
 
-    def run(self, job: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
+    def run(self, job: JsonObject, timeout_s: float = TIMEOUT_S) -> Any:
         """Run one job; its result as data.
 
         Raises:

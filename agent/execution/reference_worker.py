@@ -9,12 +9,12 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import lru_cache
 from io import StringIO
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from coda_agent.agent.execution.answers import Answer, Ok, Refused, answered, read_answer
 from coda_agent.agent.execution.child import Limits, serve
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.admission import admit, answers
 from coda_agent.specs.effects import forbidden, unchanged
@@ -32,7 +32,7 @@ class _Mute(StringIO):
         raise SpecError("the function prints; a reference only computes: leave the output out")
 
 
-def _draft(job: dict[str, Any]) -> str:
+def _draft(job: JsonObject) -> str:
     from coda_agent.specs.draft import draft  # it imports torch
 
     source = _SOURCE.validate_python(job["source"])
@@ -40,7 +40,7 @@ def _draft(job: dict[str, Any]) -> str:
         return draft(source, _EXAMPLES.validate_python(job["examples"]), job["name"])
 
 
-def _admit(job: dict[str, Any]) -> dict[str, str]:
+def _admit(job: JsonObject) -> dict[str, str]:
     spec = load_spec(job["where"], text=job["text"])
     with unchanged(), forbidden():
         if not job["backwards"]:
@@ -48,7 +48,7 @@ def _admit(job: dict[str, Any]) -> dict[str, str]:
         return answers(spec, backwards=job["backwards"])
 
 
-def _admit_twice(job: dict[str, Any]) -> Answer:
+def _admit_twice(job: JsonObject) -> Answer:
     """Admit a spec; run its reference again elsewhere in the other order."""
     one, other = (_apart(lambda b=b: _admit({**job, "backwards": b})) for b in (False, True))
     if not isinstance(one, Ok) or not isinstance(other, Ok):
@@ -62,7 +62,7 @@ def _admit_twice(job: dict[str, Any]) -> Answer:
     return Ok(result="")
 
 
-def _apart(function: Callable[[], Any]) -> Answer:
+def _apart(function: Callable[[], object]) -> Answer:
     """Call `function` in a process of its own, with which changes end."""
     out, into = os.pipe()
     if not (child := os.fork()):
@@ -92,7 +92,7 @@ def _import(module: str) -> str:
     return ""
 
 
-def handle(job: dict[str, Any]) -> dict[str, Any]:
+def handle(job: JsonObject) -> JsonObject:
     """Do one job: import a module, draft a spec, or admit one."""
     match job["kind"]:
         case "import":

@@ -17,7 +17,7 @@ from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.execution.device import environment, exclusive
 from coda_agent.agent.judge.job import NumericsJob, SanitizeJob
 from coda_agent.agent.judge.machine import DEVICE_CHILD, Gpu
-from coda_agent.agent.judge.records import SANITIZERS, Finding, Outcome, Progress
+from coda_agent.agent.judge.records import SANITIZERS, Finding, JsonObject, Outcome, Progress
 from coda_agent.primitives.errors import CodaError, MachineError
 
 LIMIT_S = 1800.0
@@ -92,7 +92,7 @@ def parse(tool: str, report: str) -> list[Finding]:
     An error is a line after `=========` and one space. Its lines of detail are indented further, up
     to a backtrace of the host.
     """
-    errors: dict[tuple[str, str], dict[str, Any]] = {}
+    errors: dict[tuple[str, str], JsonObject] = {}
     for block in re.split(r"^=+ (?=\S)", report, flags=re.M):
         head, *details = [re.sub(r"^=+\s*", "", line).strip() for line in block.splitlines()] or [
             ""

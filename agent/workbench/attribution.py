@@ -7,14 +7,13 @@ that one costs, with all that it alone needs. It asks for no right to hardware c
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from coda_agent.agent import execution
 from coda_agent.agent.execution.answers import Ok, Refused, answered, read_answer
 from coda_agent.agent.execution.child import Child, ChildError, serve
 from coda_agent.agent.execution.device import environment, exclusive
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.agent.judge.records import Timed
+from coda_agent.agent.judge.records import JsonObject, Timed
 from coda_agent.agent.judge.samples import Samples, different, speedup
 from coda_agent.agent.workbench.feedback import resources
 from coda_agent.primitives.errors import CodaError, CompileError, MachineError
@@ -177,7 +176,7 @@ def _samples(times: Sequence[float], fault: str, rounds: Sequence[int]) -> Sampl
     return Samples(tuple(times), fault=fault, rounds=tuple(rounds))
 
 
-def _times(work: dict[str, Any]) -> dict[str, Any]:
+def _times(work: JsonObject) -> JsonObject:
     """Body of the process on the GPU: each program's samples."""
     import torch
 

@@ -18,6 +18,7 @@ from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.diagnosis import read_at
 from coda_agent.agent.judge.draws import draws
 from coda_agent.agent.judge.oracle import make_cases
+from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import interpreted, replayed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.workbench.registry import ToolError
@@ -74,7 +75,7 @@ def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
 def inputs_of(
     spec: Spec, binding: Mapping[str, str], values: Mapping[str, float | list[float]],
     failing: Finding | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> Inputs:  # fmt: skip
     """Take a failing case's inputs, or a draw, with given values.
 
     Raises:
@@ -109,7 +110,7 @@ def inputs_of(
     return inputs
 
 
-def _failed(spec: Spec, binding: Mapping[str, str], finding: Finding) -> Mapping[str, Any]:
+def _failed(spec: Spec, binding: Mapping[str, str], finding: Finding) -> Inputs:
     where = finding.where
     if "seed" not in where:
         raise ToolError("the last check failed on no numbers", hint="leave `failing` out")
@@ -122,7 +123,7 @@ def _failed(spec: Spec, binding: Mapping[str, str], finding: Finding) -> Mapping
 
 def table(
     spec: Spec, binding: Mapping[str, str], programs: Mapping[str, Program],
-    inputs: Mapping[str, Any], *, given: int = 0, element: str = "",
+    inputs: Inputs, *, given: int = 0, element: str = "",
 ) -> str:  # fmt: skip
     """Say what programs give at some elements, beside the truth.
 
@@ -151,7 +152,7 @@ class _Ran(NamedTuple):
 
 def _rows(
     spec: Spec, o: str, truth: Mapping[str, torch.Tensor], ran: Mapping[str, _Ran],
-    inputs: Mapping[str, Any], given: int,
+    inputs: Inputs, given: int,
 ) -> Iterator[str]:  # fmt: skip
     having = {name: r for name, r in ran.items() if o in r.exact}
     program, first = next((r.program, r.exact[o]) for r in having.values())

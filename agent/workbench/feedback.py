@@ -21,7 +21,6 @@ failed check leaves out, `read_artifact` shows.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from coda_agent.agent.judge import Finding, Verdict
 from coda_agent.agent.judge.records import (
@@ -111,7 +110,7 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 3]} … {text[-limit * 2 // 3 + 3 :]}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     match value:
         case float():
             return f"{value:.6g}"

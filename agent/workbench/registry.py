@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.suggest import near_matches
 
 LIMIT = 12_000
 """Characters of a result that an author sees; the rest is in an artifact."""
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
+T = TypeVar("T")
 
 
 class Result(BaseModel):
@@ -27,7 +29,7 @@ class Result(BaseModel):
     ok: bool = True
     """Whether the tool could do what was asked; a refused candidate is an answer, not a failure."""
     text: str
-    data: dict[str, Any] = {}
+    data: JsonObject = {}
     artifacts: list[str] = []
     """Files of the run's folder that hold what did not fit."""
     gpu: bool = False
@@ -55,7 +57,7 @@ class Tool:
     last: bool
     reads: bool
 
-    def parsed(self, given: object) -> dict[str, Any]:
+    def parsed(self, given: object) -> JsonObject:
         """Check an input; the arguments of the function.
 
         Raises:
@@ -69,7 +71,7 @@ class Tool:
             )
             raise ToolError(f"the input of {self.name} does not fit: {said}") from None
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonObject:
         """The JSON schema of its input, without titles."""
         schema = self.input.model_json_schema()
         schema.pop("title", None)
@@ -89,7 +91,7 @@ def tool(*, last: bool = False, reads: bool = False) -> Callable[[Function], Fun
     return mark
 
 
-def told(description: str) -> Any:
+def told(description: str) -> object:
     """Describe an argument to an author."""
     return Field(description=description)
 
@@ -104,7 +106,7 @@ def registry(*modules: ModuleType) -> dict[str, Tool]:
     }
 
 
-def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
+def pick(choices: Mapping[str, T], name: str, what: str) -> T:
     """Look a name up.
 
     Raises:
@@ -115,10 +117,10 @@ def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
     return choices[name]
 
 
-def _input(function: Callable[..., Any]) -> type[BaseModel]:
+def _input(function: Callable[..., object]) -> type[BaseModel]:
     """A model of a function's parameters, which refuses misspelt ones."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
     }
     return create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)

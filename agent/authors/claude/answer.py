@@ -6,10 +6,12 @@ Python error. An answer that cannot be acted on, logged and sent back is `Broken
 whose token counts make no sense stands; its bill is then not known.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
+
+from coda_agent.agent.judge.records import JsonObject
 
 Count = Annotated[int, Field(strict=True, ge=0, le=10**9)]
 """Tokens; no call takes a billion."""
@@ -41,7 +43,7 @@ class _Call(BaseModel):
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: dict[str, Any]
+    input: JsonObject
 
 
 class _Compaction(BaseModel):
@@ -109,12 +111,12 @@ class Answer:
     def __init__(self, taken: set[str]) -> None:
         self.accepted = False
         self._taken = taken
-        self._message: dict[str, Any] = {}
-        self._blocks: list[dict[str, Any]] = []
+        self._message: JsonObject = {}
+        self._blocks: list[JsonObject] = []
         self._characters = 0
         self._state: Literal["new", "between", "block", "closing", "whole"] = "new"
 
-    def take(self, data: str) -> dict[str, Any]:
+    def take(self, data: str) -> JsonObject:
         """Take the next event, and return it.
 
         Raises:
@@ -159,7 +161,7 @@ class Answer:
                 raise Broken(f"an event out of place, or incomplete: {data[:200]}")
         return event
 
-    def _add(self, block: dict[str, Any], delta: dict[str, Any]) -> None:
+    def _add(self, block: JsonObject, delta: JsonObject) -> None:
         kind, field = _DELTAS.get(delta["type"], ("", ""))
         if not kind or block["type"] not in _BLOCKS:
             return
@@ -172,7 +174,7 @@ class Answer:
         block[field] = before + piece
         self._characters += len(piece)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         """The message: id, model, stop reason and details, content, and usage.
 
         Of `content` only what the API takes back is left. Blank text, thinking cut off before its
@@ -208,7 +210,7 @@ class Answer:
         ]
         return {**message.model_dump(), "content": content, "usage": self.used()}
 
-    def used(self) -> dict[str, Any] | None:
+    def used(self) -> JsonObject | None:
         """Count the tokens used: empty for none, None where nobody knows.
 
         For an answer that broke off it counts the prompt and the answer as far as it came, a token
@@ -226,7 +228,7 @@ class Answer:
         return usage
 
 
-def _parsed(block: dict[str, Any], *, cut: bool) -> dict[str, Any]:
+def _parsed(block: JsonObject, *, cut: bool) -> JsonObject:
     """Parse a block's input, which a turn that was `cut` breaks off."""
     if not (raw := block.pop("partial_json", "")):
         return block

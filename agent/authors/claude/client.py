@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from coda_agent.agent.authors.claude.answer import Answer, Broken
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ class Client:
         return self._sdk
 
     def respond(
-        self, request: dict[str, Any], left_s: float, failed: Callable[..., None]
-    ) -> dict[str, Any]:
+        self, request: JsonObject, left_s: float, failed: Callable[..., None]
+    ) -> JsonObject:
         """The model's whole answer (`Answer.whole`).
 
         Args:
@@ -108,21 +109,21 @@ class Client:
         taken = {block["id"] for block in sent if block["type"] == "tool_use"}
         answer = Answer(taken)
 
-        def read() -> dict[str, Any]:
+        def read() -> JsonObject:
             nonlocal answer
             answer = Answer(taken)
             return self._read(request, answer)
 
         return self._tried(read, left_s, lambda **about: failed(**about, usage=answer.used()))
 
-    def model(self, name: str, left_s: float, failed: Callable[..., None]) -> dict[str, Any]:
+    def model(self, name: str, left_s: float, failed: Callable[..., None]) -> JsonObject:
         """Ask what the API says about a model; `failed` as of `respond`.
 
         Raises:
             Stopped: no attempt succeeded, or none could.
         """
 
-        def read() -> dict[str, Any]:
+        def read() -> JsonObject:
             raw = self.sdk.models.with_raw_response.retrieve(name).http_response.content
             try:
                 info = from_json(raw, allow_inf_nan=False)
@@ -135,8 +136,8 @@ class Client:
         return self._tried(read, left_s, lambda **about: failed(**about, usage={}))
 
     def _tried(
-        self, call: Callable[[], dict[str, Any]], left_s: float, failed: Callable[..., None]
-    ) -> dict[str, Any]:
+        self, call: Callable[[], JsonObject], left_s: float, failed: Callable[..., None]
+    ) -> JsonObject:
         """What `call` returns; it is called again where that can help."""
         import anthropic
         import httpx2
@@ -156,7 +157,7 @@ class Client:
                 self.sleep(wait_s)
         raise AssertionError("unreachable")
 
-    def _read(self, request: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    def _read(self, request: JsonObject, answer: Answer) -> JsonObject:
         """Read one stream to its end."""
         from anthropic import APIStatusError
 
@@ -168,7 +169,7 @@ class Client:
         return answer.whole()
 
     def _watch(self, response: "httpx2.Response") -> None:
-        response.stream = _watched(response.stream, self)  # type: ignore[assignment]
+        response.stream = _watched(response.stream, self)
 
     def check(self, size: int) -> None:
         """Raise Broken where this attempt took too long, or too many bytes."""
@@ -178,7 +179,7 @@ class Client:
             raise Broken(f"more than {LARGEST} bytes")
 
 
-def _watched(stream: Any, client: Client) -> Any:
+def _watched(stream: Any, client: Client) -> "httpx2.SyncByteStream":
     """The bytes of `stream`, each piece checked by the client."""
     import httpx2
 

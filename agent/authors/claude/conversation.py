@@ -8,10 +8,10 @@ end: what was sent once is a prefix of what is sent next, which is what the prom
 import hashlib
 import json
 from datetime import datetime
-from typing import Any
 
 from coda_agent.agent import events as e
 from coda_agent.agent.budget import cached, context
+from coda_agent.agent.judge.records import JsonObject
 
 CUT = (
     "not run: your turn was cut off ({why}), so this call may be incomplete. "
@@ -47,10 +47,10 @@ class Conversation:
         self._begin()
 
     def _begin(self) -> None:
-        self.request: dict[str, Any] | None = None
-        self.messages: list[dict[str, Any]] = []
-        self.calls: dict[str, dict[str, Any]] = {}
-        self.results: dict[str, dict[str, Any]] = {}
+        self.request: JsonObject | None = None
+        self.messages: list[JsonObject] = []
+        self.calls: dict[str, JsonObject] = {}
+        self.results: dict[str, JsonObject] = {}
         self.started: set[str] = set()
         self.open = False
         self.stop_reason = ""
@@ -91,7 +91,7 @@ class Conversation:
                 pass
 
     @property
-    def owed(self) -> list[dict[str, Any]]:
+    def owed(self) -> list[JsonObject]:
         """The calls without a result, in order."""
         return [call for id, call in self.calls.items() if id not in self.results]
 
@@ -108,7 +108,7 @@ class Conversation:
         """The SHA-256 of what is sent next: parameters and messages."""
         return self._digest.hexdigest()
 
-    def _say(self, role: str, content: list[dict[str, Any]]) -> None:
+    def _say(self, role: str, content: list[JsonObject]) -> None:
         message = {"role": role, "content": content}
         self.messages.append(message)
         self._digest.update(json.dumps(message).encode())

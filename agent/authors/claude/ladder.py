@@ -16,6 +16,7 @@ from coda_agent.agent.authors.claude.client import Declined
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.authors.claude.loop import Claude, stops
 from coda_agent.agent.authors.composer import Composer
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.errors import ProgramError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Ladder(Author):
         self.limits = f"the composer, then {', '.join(models)}{times}: at most ${budget.usd:.2f}, "
         self.limits += f"{budget.minutes:g} minutes"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         return {"options": asdict(self.options)}
 
     def _claude(self, model: str, usd: float) -> Claude:

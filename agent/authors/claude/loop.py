@@ -25,6 +25,7 @@ from coda_agent.agent.authors.claude.conversation import INTERRUPTED, Conversati
 from coda_agent.agent.authors.claude.opening import parameters
 from coda_agent.agent.authors.claude.purse import Purse
 from coda_agent.agent.budget import Prices
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.workbench import Work, Workbench
 from coda_agent.primitives.errors import CodaError
@@ -87,7 +88,7 @@ class Claude(Author):
         self.purse = Purse(options, self.prices)
         self.limits = self.purse.limits()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         return {"options": asdict(self.options)}
 
     def work(self, bench: Workbench) -> Work[None]:
@@ -133,7 +134,7 @@ class Claude(Author):
             return self._ask(bench, talk)
         return None
 
-    def _run(self, bench: Workbench, talk: Conversation, call: dict[str, Any]) -> Work[None]:
+    def _run(self, bench: Workbench, talk: Conversation, call: JsonObject) -> Work[None]:
         known = bench.tools.get(call["name"])
         if talk.ended and known and not known.last:
             bench.refuse(call["id"], call["name"], "not run: the last turn")
@@ -161,14 +162,14 @@ class Claude(Author):
         bench.log.append(e.Requested(digest=talk.digest, max_tokens=most, worst_usd=reserved))
         start = time.monotonic()
 
-        def bill(usage: dict[str, Any] | None) -> dict[str, Any]:
+        def bill(usage: JsonObject | None) -> JsonObject:
             # What cannot be known, or priced, was reserved, and is taken to have cost just that.
             with contextlib.suppress(CodaError):
                 if usage is not None:
                     return {"usage": usage, "usd": self.prices and self.prices.cost(usage)}
             return {"usage": worst, "usd": most_usd}
 
-        def failed(error: str, wait_s: float | None, usage: dict[str, Any] | None) -> None:
+        def failed(error: str, wait_s: float | None, usage: JsonObject | None) -> None:
             bench.log.append(e.RequestFailed(error=error, wait_s=wait_s, **bill(usage)))
             request["max_tokens"] = self.purse.room(bench.state, talk)
             if wait_s is not None and not request["max_tokens"]:
@@ -178,7 +179,7 @@ class Claude(Author):
             request, 60 * budget.minutes - bench.state.spent.wall_s, failed
         )
         details, refused = message["stop_details"] or {}, message["stop_reason"] == "refusal"
-        about: dict[str, Any] = message | bill(message["usage"])
+        about: JsonObject = message | bill(message["usage"])
         about |= {"content": []} if refused else {}
         bench.log.append(e.Responded(**about, seconds=round(time.monotonic() - start, 3)))
         if refused:
@@ -197,7 +198,7 @@ class Claude(Author):
         messages = sent["messages"]
         bench.log.append(e.Prompted(request=request, messages=messages, characters=characters))
 
-    def _model(self, bench: Workbench) -> dict[str, Any]:
+    def _model(self, bench: Workbench) -> JsonObject:
         """Ask what the API says about the model."""
         import anthropic
 

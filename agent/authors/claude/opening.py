@@ -1,9 +1,7 @@
 """The parameters of every call of a model, without the messages."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from coda_agent.agent.authors.claude.purse import Purse
+from coda_agent.agent.judge.records import JsonObject
 
 COMPACT_AT = 0.6
 """Share of the context window at which the server summarises what came before."""
@@ -20,9 +18,7 @@ TOLD = frozenset(
 BETAS = ["context-management-2025-06-27", "compact-2026-01-12"]
 
 
-def parameters(
-    sent: Mapping[str, Any], purse: Purse, info: Mapping[str, Any], *, elsewhere: bool
-) -> dict[str, Any]:
+def parameters(sent: JsonObject, purse: Purse, info: JsonObject, *, elsewhere: bool) -> JsonObject:
     """Choose them by `prompt.request` and what the API says.
 
     Of another server (`elsewhere`) nothing is asked but what it says it can do.
@@ -34,7 +30,7 @@ def parameters(
         return told if isinstance(told, int) and 0 < told < 10**9 else usual
 
     def can(*path: str) -> bool:
-        told: Any = info.get("capabilities")
+        told: object = info.get("capabilities")
         for name in (*path, "supported"):
             told = told.get(name) if isinstance(told, dict) else None
         return told is True if elsewhere else told is not False
@@ -44,7 +40,7 @@ def parameters(
         trigger = min(trigger, round(COMPACT_TIER * above))
     edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": trigger}}
     most = min(options.budget.answer, size("max_tokens", options.budget.answer))
-    request: dict[str, Any] = {"model": options.model, "max_tokens": most}
+    request: JsonObject = {"model": options.model, "max_tokens": most}
     request |= {"tools": sent["tools"], "system": sent["system"]}
     if not elsewhere:
         request["cache_control"] = {"type": "ephemeral"}
@@ -60,7 +56,7 @@ def parameters(
     return request
 
 
-def _task_budget(purse: Purse) -> dict[str, Any] | None:
+def _task_budget(purse: Purse) -> JsonObject | None:
     """The tokens of answers that the dollars buy, for a countdown."""
     if not purse.prices or purse.options.model not in TOLD:
         return None

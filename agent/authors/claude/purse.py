@@ -2,11 +2,11 @@
 
 import bisect
 import math
-from typing import Any
 
 from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.budget import SHORTEST, UNPRICED, Prices, tokens
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.state import RunState, Spent
 
 BUDGET = (
@@ -53,7 +53,7 @@ class Purse:
 
     def worst(
         self, state: RunState, talk: Conversation, most: int, after: int | None = None
-    ) -> tuple[dict[str, Any], float | None]:
+    ) -> tuple[JsonObject, float | None]:
         """Find the most that a call can take, in tokens and dollars.
 
         Its answer has `most` tokens; it may come `after` another call, whose answer has so many.

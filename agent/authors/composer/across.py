@@ -1,8 +1,10 @@
 """Operations across a row or a column: reductions, norms, target select."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from coda_agent.agent.authors.composer.aten import ROW_STATISTICS, SPELLED, WHOLE_ROW
 from coda_agent.agent.authors.composer.codes import Elements, Frame, Unusable
@@ -16,9 +18,9 @@ from coda_agent.specs.layout import interleaved
 class Across:
     """Their meaning in one trace's layout, by ATen's names."""
 
-    meaning: Mapping[str, Callable[..., Any]]
+    meaning: Mapping[str, Callable[..., object]]
 
-    def __init__(self, layout: Layout, apply: Callable[..., Any]) -> None:
+    def __init__(self, layout: Layout, apply: Callable[..., Elements]) -> None:
         self.layout, self.apply = layout, apply
         self.meaning = {
             **{r.aten: partial(self.reduce, r.aten) for r in REDUCTIONS.values()},
@@ -31,7 +33,7 @@ class Across:
         }
 
     def reduce(
-        self, op: str, x: Elements, dims: Any = None, keepdim: bool = False, dtype: Any = None
+        self, op: str, x: Elements, dims: Any = None, keepdim: bool = False, dtype: object = None
     ) -> Elements:
         """Reduce `x` over `dims`: whole rows, whole columns, groups or pairs."""
         codes = x.codes
@@ -60,20 +62,20 @@ class Across:
             hint="return the tensor and reduce it with torch",
         )
 
-    def extreme(self, op: str, x: Elements, *over: Any) -> Any:
+    def extreme(self, op: str, x: Elements, *over: Any) -> Elements | list[Elements | Unusable]:
         """Take the maximum or minimum; over a dim with its position."""
         found = self.reduce(op, x, *over)
         if not over:
             return found
         return [found, Unusable("uses the position of a maximum or minimum", _OUTSIDE)]
 
-    def _of(self, function: Callable[..., Expr], *args: Any) -> Elements:
+    def _of(self, function: Callable[..., Expr], *args: object) -> Elements:
         return self.apply(function, args, {})
 
     def moments(
         self,
         x: Elements,
-        dims: Any = None,
+        dims: Sequence[int] | None = None,
         *,
         correction: float | None = 1.0,
         keepdim: bool = False,
@@ -88,7 +90,7 @@ class Across:
         by = count / (count - (1.0 if correction is None else correction))
         return self._of(lambda v: v * by, variance), self.reduce("mean", x, dims, keepdim)
 
-    def _group(self, op: str, codes: Any) -> Elements | None:
+    def _group(self, op: str, codes: Tensor) -> Elements | None:
         """A statistic over the last dim, where that is a group."""
         m, extent = self.layout.extents["M"], codes.shape[-1]
         columns = {self.layout.extents[d]: d for d in ("N", "N/2")}.get(codes.numel() // m)
@@ -99,7 +101,7 @@ class Across:
         made = make(_GROUPED[op], value, dims=frozenset(frame.dims), value=extent)
         return self.layout.codes.write(made, shape, frame)
 
-    def _whole(self, codes: Any) -> tuple[str, Expr]:
+    def _whole(self, codes: Tensor) -> tuple[str, Expr]:
         """Which dim a matrix's rows are, and what tile it holds."""
         shape = tuple(codes.shape)
         if self.layout.in_halves(shape):
@@ -132,13 +134,13 @@ class Across:
             return ProgramError(f"works across groups of {width} columns", hint=SPELLED)
         return ProgramError(WHOLE_ROW, hint=ROW_STATISTICS)
 
-    def is_index(self, value: Any) -> bool:
+    def is_index(self, value: object) -> bool:
         """Whether `value` holds an integer input of the spec and nothing else."""
         return isinstance(value, Elements) and all(
             e.op == "index" for e in self.layout.codes.sources(value)
         )
 
-    def gather(self, x: Elements, dim: int, index: Any, **_: Any) -> Elements:
+    def gather(self, x: Elements, dim: int, index: Elements, **_: object) -> Elements:
         """Take one element of each row, in the column an input names."""
         if not self.is_index(index):
             raise ProgramError("takes columns by other than an integer input", hint=_BY_INPUT)
@@ -153,7 +155,7 @@ class Across:
         made = make("gather", value, which, dims=frozenset({"M"}))
         return self.layout.codes.write(made, tuple(index.codes.shape), Frame(("M",)))
 
-    def select(self, x: Elements, indices: Any) -> Elements:
+    def select(self, x: Elements, indices: Sequence[object]) -> Elements:
         """`x[arange(M), index]`, which is a gather."""
         given = [value for value in indices if isinstance(value, Elements)]
         at = [i for i, value in enumerate(given) if self.is_index(value)]

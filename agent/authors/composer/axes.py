@@ -157,7 +157,7 @@ class Axes:
             raise ProgramError("has a shape that does not follow from its arguments'")
         return dims
 
-    def taken(self, value: Any) -> list[Dim]:
+    def taken(self, value: object) -> list[Dim]:
         """The dims of an argument."""
         return self.dims[value] if isinstance(value, fx.Node) and value in self.dims else []
 

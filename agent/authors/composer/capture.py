@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from coda_agent.agent.authors.composer.problem import STORED, Problem, Slot
 from coda_agent.primitives import ColIndex, ColVector, RowVector, Scalar, Tile, WideTile
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.tables import Table
 from coda_agent.specs import Spec, canonical_reference
 from coda_agent.specs.layout import extent
@@ -111,7 +112,7 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
     shapes = {name: spec.shape_of(name, sizes, binding) for name in spec.inputs}
     line = spec.reference_line
 
-    def traced(*tensors: torch.Tensor) -> Any:
+    def traced(*tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         inputs = dict(zip(shapes, tensors, strict=True))
         bound = {k: v if shapes[k] else v.item() for k, v in inputs.items()}
         with ExitStack() as modes:
@@ -153,7 +154,7 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
 
 
 @functools.lru_cache(maxsize=1)
-def decompositions() -> dict[Any, Any]:
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """What PyTorch has in terms of simpler operations, by operator."""
     simpler: Any = get_decompositions([getattr(torch.ops.aten, name) for name in _DECOMPOSED])
     # Of a tensor only the shape enters, such as of the sum that `torch.func.grad` differentiates.
@@ -208,7 +209,7 @@ def _input(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], name: 
     symbolic, shape = spec.symbolic_shape(name, binding), spec.shape_of(name, sizes, binding)
     dtype, whole = spec.inputs[name].dtype, spec.inputs[name].dtype.startswith("int")
     kinds = (ColIndex,) if whole else (Scalar, ColVector, RowVector, Tile, WideTile)
-    named: dict[tuple[int | str, ...], Any] = {kind.named(m, n): kind for kind in kinds}
+    named: dict[tuple[int | str, ...], type[Resource]] = {x.named(m, n): x for x in kinds}
     kind = named.get(symbolic)
     if name in spec.gemm or kind is not None:
         return Slot(shape, None if name in spec.gemm else kind)
@@ -227,7 +228,7 @@ def _output(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], name:
     m, n, _ = spec.gemm_dims
     symbolic = spec.symbolic_shape(name, binding)
     stored = (*STORED, ColVector, RowVector)
-    named: dict[tuple[int | str, ...], Any] = {kind.named(m, n): kind for kind in stored}
+    named: dict[tuple[int | str, ...], type[Resource]] = {x.named(m, n): x for x in stored}
     return Slot(
         spec.shape_of(name, sizes, binding),
         named.get(symbolic),
@@ -237,10 +238,10 @@ def _output(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], name:
     )
 
 
-def _lines(path: str) -> Any:
+def _lines(path: str) -> TorchFunctionMode:
     """A mode that notes lines of `path`, and unfolds guards on scalars."""
 
-    def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(func: Any, args: Any, kwargs: dict[str, Any]) -> object:
         scalars = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.SymFloat)]
         if scalars and func in (torch.addmm, torch.Tensor.addmm):
             # Its meta function asks whether beta is zero, which no symbolic float can answer.
@@ -252,8 +253,8 @@ def _lines(path: str) -> Any:
 
     class Lines(TorchFunctionMode):
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
+            self, func: Any, types: object, args: Any = (), kwargs: dict[str, object] | None = None
+        ) -> object:
             frame = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename != path:
                 frame = frame.f_back
@@ -266,7 +267,7 @@ def _lines(path: str) -> Any:
 
 
 @contextmanager
-def noted(key: str, value: Any) -> Iterator[None]:
+def noted(key: str, value: object) -> Iterator[None]:
     """Note something at nodes that are recorded meanwhile."""
     meta = notes.get_current_meta()  # torch 2.9 has no `annotate`
     before = meta.get("custom", {})

@@ -60,7 +60,7 @@ def run_exactly(
     dtype: torch.dtype = torch.float64,
 ) -> Any:
     """Run a graph in another type, float64, rounding at `narrow` casts alone."""
-    values: dict[Any, Any] = {}
+    values: dict[fx.Node, Any] = {}
     given = iter(inputs)
     last = {x: node for node in module.graph.nodes for x in node.all_input_nodes}
     for node in module.graph.nodes:

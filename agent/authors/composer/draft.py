@@ -7,7 +7,6 @@ the values that the composer had in front of it. Outputs without a hole are chec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
@@ -90,11 +89,11 @@ class _Draft(Rewriter):
         self.program = self.rewritten(stored, kinds)
         self._kinds_of = kinds
 
-    def refused(self, error: Refusal, args: Any) -> Any:
+    def refused(self, error: Refusal, args: object) -> _Hole:
         before = [x for x in tree_leaves(args) if isinstance(x, _Hole)]
         return before[0] if before else self._hole(error.message, tree_leaves(args))
 
-    def _hole(self, reason: str, values: list[Any]) -> _Hole:
+    def _hole(self, reason: str, values: list[object]) -> _Hole:
         sources = (self.layout.codes.sources(x) for x in values if isinstance(x, Elements))
         self.reasons.append(f"{HOLE}_{len(self.reasons) + 1}: {reason}")
         return _Hole(len(self.reasons), list(dict.fromkeys(e for s in sources for e in s)))

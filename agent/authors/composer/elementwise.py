@@ -26,13 +26,13 @@ class Elementwise:
         self.problem, self.layout, self.codes = layout.problem, layout, layout.codes
         self.moved: tuple[View, View] | None = None
 
-    def lift(self, value: Any) -> Elements:
+    def lift(self, value: object) -> Elements:
         if isinstance(value, Elements):
             return value
         return self.codes.constants(torch.as_tensor(value))
 
     def apply(
-        self, function: Callable[..., Expr], args: Iterable[Any], kwargs: Mapping[str, Any]
+        self, function: Callable[..., Expr], args: Iterable[object], kwargs: Mapping[str, object]
     ) -> Elements:
         """An elementwise function of tensors and numbers."""
         args = [*args]
@@ -40,7 +40,7 @@ class Elementwise:
         def bound(*exprs: Expr) -> Expr:
             rest = iter(exprs)
 
-            def given(value: Any) -> Any:
+            def given(value: Any) -> object:
                 if is_tensor(value):
                     return next(rest)
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -53,7 +53,7 @@ class Elementwise:
         return self._applied(bound, tensors)
 
     @contextmanager
-    def in_order(self, node: Any) -> Iterator[None]:
+    def in_order(self, node: torch.fx.Node) -> Iterator[None]:
         """Compute with a node's dims in the order of rows and columns."""
         self.moved = self.problem.moved.get(node)
         try:
@@ -173,5 +173,5 @@ class Elementwise:
         return Elements(codes.reshape(shape))
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     return isinstance(value, (Elements, torch.Tensor))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class Outputs:
         self._starts: dict[str, tuple[int, int]] = {}
         self.parts: dict[str, tuple[str, int, int]] = {}
 
-    def of(self, returned: Any) -> tuple[dict[str, Expr], dict[str, str]]:
+    def of(self, returned: object) -> tuple[dict[str, Expr], dict[str, str]]:
         """What outputs hold, and their kinds; ranges of columns in one.
 
         Raises:
@@ -101,7 +100,7 @@ class Outputs:
                 result = value if value == result else before_column(stop, value, result)
             outputs[name], values[name] = "Tile", result
 
-    def one(self, name: str, value: Any) -> tuple[Expr, str]:
+    def one(self, name: str, value: object) -> tuple[Expr, str]:
         """What an output holds, and its kind.
 
         Raises:

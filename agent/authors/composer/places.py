@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from coda_agent.agent.authors.composer.codes import Elements, Frame
@@ -28,7 +26,7 @@ class Places:
                 return self.layout.codes.write(made, (count,), Frame((dim,)))
         return found
 
-    def triangle(self, op: str, x: Any, diagonal: int = 0) -> Elements | None:
+    def triangle(self, op: str, x: object, diagonal: int = 0) -> Elements | None:
         """Keep x below a diagonal, or above it; None of some constants."""
         x = self.elementwise.lift(x)
         shape = tuple(x.codes.shape)
@@ -43,7 +41,7 @@ class Places:
 
         return self.elementwise.apply(masked, [x, row, column], {})
 
-    def of_tile(self, op: str, shape: tuple[int, ...], *numbers: Any) -> Elements:
+    def of_tile(self, op: str, shape: tuple[int, ...], *numbers: object) -> Elements:
         """What an operation gives at each place of (M, N)."""
         if shape != self._tile:
             raise ProgramError(f"draws numbers for {list(shape)}; a kernel's are [M, N]")

@@ -59,7 +59,7 @@ def extents_of_call(
     Raises:
         Refusal: parts of a dim are no sizes of the graph, or its columns change.
     """
-    symbols, dims = dict[Axis, Any](), [*_sized(traced, axes)]
+    symbols, dims = dict[Axis, torch.SymInt](), [*_sized(traced, axes)]
     fixed = {a for size, dim in dims if isinstance(size, int) for a in dim}
     for _ in range(len(dims)):  # a dim of several gives the last that no other gives
         for size, dim in dims:
@@ -76,7 +76,7 @@ def extents_of_call(
     return {a: a.size for a in axes.every()} | known
 
 
-def _sized(traced: Retraced, axes: Axes) -> Iterator[tuple[Any, Dim]]:
+def _sized(traced: Retraced, axes: Axes) -> Iterator[tuple[int | torch.SymInt, Dim]]:
     """Sizes of the graph's dims, with their axes."""
     for node in axes.dims:
         user = traced.user(node)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ class Product:
         self.problem, self.codes = layout.problem, layout.codes
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
 
-    def gemm(self, x: Any, y: Any) -> Elements:
+    def gemm(self, x: object, y: object) -> Elements:
         """Multiply A with some of B's rows, over K or part.
 
         A product over a part that is packed is a value of its own; with the others it is the whole.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +113,7 @@ def _value(node: fx.Node, copy: fx.Node, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _arguments(
-    node: fx.Node, copy: fx.Node, shape: list[int], extents: Any
+    node: fx.Node, copy: fx.Node, shape: list[int], extents: Callable[..., list[int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call at these sizes."""
     op, args, kwargs = name_of(node), [*copy.args], dict(copy.kwargs)

@@ -157,7 +157,7 @@ class _Copies:
     def __init__(self) -> None:
         self.graph, self.attributes = fx.Graph(), dict[str, Any]()
 
-    def attribute(self, value: Any) -> Any:
+    def attribute(self, value: object) -> object:
         """Let a tensor be one of the graph's own."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -191,18 +191,20 @@ class _Copies:
         raise AssertionError("a graph has an output")
 
 
-_TEMPLATES: dict[Any, fx.GraphModule] = {}
+_TEMPLATES: dict[object, fx.GraphModule] = {}
 _SIMPLE = (
     *(fx.Node, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
 
-def _template(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> fx.GraphModule:
+def _template(
+    target: Callable[..., object], args: Any, kwargs: Any, inputs: Sequence[fx.Node]
+) -> fx.GraphModule:
     """Trace a call, or take the trace of one alike."""
     places = {node: place for place, node in enumerate(inputs)}
 
-    def described(x: Any) -> Any:
+    def described(x: object) -> object:
         if not isinstance(x, fx.Node):
             return x
         value = x.meta["val"]
@@ -213,7 +215,7 @@ def _template(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) ->
     if key in _TEMPLATES:
         return _TEMPLATES[key]
 
-    def run(*tensors: torch.Tensor) -> Any:
+    def run(*tensors: torch.Tensor) -> object:
         known = dict(zip(inputs, tensors, strict=True))
         given, named = fx.map_arg((args, kwargs), known.__getitem__)
         return target(*given, **named)
@@ -242,9 +244,9 @@ def _fake(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 
 def share(graph: fx.Graph) -> None:
     """Compute once what is called twice without random numbers."""
-    known: dict[Any, fx.Node] = {}
+    known: dict[object, fx.Node] = {}
     for node in [*graph.nodes]:
-        target: Any = node.target
+        target = node.target
         if target is not operator.getitem:
             if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
                 continue
@@ -263,7 +265,7 @@ def plain(size: Any) -> Any:
     return size if node is None else node.hint
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: object) -> object:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
@@ -290,7 +292,9 @@ def _unbind(x: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
     return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
 
 
-def _var_mean(x: torch.Tensor, dim: Any = None, **over: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _var_mean(
+    x: torch.Tensor, dim: Sequence[int] | None = None, **over: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     mean = aten.mean.dim(x, dim, over.get("keepdim", False))
     return aten.var.correction(x, dim, **over), mean
 
@@ -299,7 +303,7 @@ def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return -aten.softplus(-x), x.new_zeros(0)
 
 
-def _extreme(name: str) -> Callable[..., Any]:
+def _extreme(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     def call(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, ...]:
         value, place = (getattr(aten, f"{kind}{name}").default for kind in ("a", "arg"))
         return value(x, [dim], keepdim), place(x, dim, keepdim)
@@ -318,7 +322,7 @@ def _scaled_mm(
 
 
 # Calls of several results, in terms of such as have one.
-APART: dict[Any, Callable[..., Any]] = {
+APART: dict[torch._ops.OpOverload, Callable[..., object]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
     aten.unbind.int: _unbind,
@@ -328,4 +332,4 @@ APART: dict[Any, Callable[..., Any]] = {
     aten.min.dim: _extreme("min"),
 }
 # Calls that multiply other than their operands, by what they mean in any type.
-MEANINGS: dict[Any, Callable[..., Any]] = {aten._scaled_mm.default: _scaled_mm}
+MEANINGS: dict[object, Callable[..., torch.Tensor]] = {aten._scaled_mm.default: _scaled_mm}

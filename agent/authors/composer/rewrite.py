@@ -93,7 +93,7 @@ class Rewriter:
                         env[node.args[0]] = env[node]
         return returned
 
-    def refused(self, error: Refusal, args: Any) -> Any:
+    def refused(self, error: Refusal, args: object) -> object:
         """Answer for a node that cannot be rewritten."""
         raise error from None
 
@@ -107,14 +107,14 @@ class Rewriter:
         called = node.meta.get("original_aten") or node.target
         return f"{self.problem.place(node)}{_name(node, called).lstrip('_')}: "
 
-    def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         op, target = _name(node), cast("Callable[..., Any]", node.target)
         evaluated = op == "rrelu_with_noise" and not any(args[4:5])
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not evaluated:
             raise ProgramError(
                 "draws random numbers", hint="draw them before, and give them as an input"
             )
-        flat: list[Any] = tree_leaves((args, kwargs))
+        flat: list[object] = tree_leaves((args, kwargs))
         for value in flat:
             if isinstance(value, Unusable) and op != "getitem":
                 raise ProgramError(value.reason, hint=value.hint)
@@ -178,7 +178,9 @@ class Rewriter:
             hint="torch.trunc and torch.round give whole numbers",
         )
 
-    def _view(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _view(
+        self, op: str, target: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
         def codes(value: Any) -> Any:
             """Of what is moved; constants that index are not."""
             moved = Elements if op == "index" else (Elements, torch.Tensor)

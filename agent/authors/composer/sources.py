@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
+from torch.fx.node import Argument
 
 from coda_agent.agent.authors.composer.axes import Axes, Axis
 from coda_agent.agent.authors.composer.calls import CASTS, name_of
@@ -53,7 +54,7 @@ class Sources:
             raise Refusal("has an operand that is no value of the graph", "", self.product)
         return entry
 
-    def _chain(self, node: Any, inner: set[Axis], *, casts: bool) -> Iterator[fx.Node]:
+    def _chain(self, node: Argument, inner: set[Axis], *, casts: bool) -> Iterator[fx.Node]:
         """What an operand is made of by views, casts and scales."""
         while isinstance(node, fx.Node):
             yield node
