@@ -116,7 +116,7 @@ class Suite:
     group: Callable[[str], str] = lambda case: "all"
 
 
-def operators_of(call: Callable[[], Any]) -> dict[str, int]:
+def operators_of(call: Callable[[], object]) -> dict[str, int]:
     """Count the operators that a call runs, by name."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -153,7 +153,7 @@ def differentiated(
     grads = [draw.to(out.dtype) for draw, out in zip(draws, outs, strict=True)]
     inputs = {name: x for name, x in values.items() if x.requires_grad}
 
-    def backward(outs: Sequence[Tensor], again: bool) -> dict[str, Any]:
+    def backward(outs: Sequence[Tensor], again: bool) -> dict[str, Tensor | None]:
         # As in a training step, each gradient comes to lie as its weight does.
         slopes = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad]
         torch.autograd.backward(*map(list, zip(*slopes, strict=True)), retain_graph=again)
@@ -165,7 +165,7 @@ def differentiated(
     if phase == "backward":
         return lambda _: backward(outs, True)
 
-    def both(_: int) -> dict[str, Any]:
+    def both(_: int) -> dict[str, Tensor | None]:
         outs = way(values)
         return {**named(outs), **backward(outs, False)}
 

@@ -58,7 +58,7 @@ class Record(About):
     """
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """What makes two lines say the same thing; the later one counts."""
         raise NotImplementedError
 

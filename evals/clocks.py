@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.samples import Samples
@@ -102,7 +101,7 @@ CLOCKS: Mapping[str, Clock] = {
 """By regime, in the order of pages."""
 
 
-def _wait(device: str) -> Callable[[], Any]:
+def _wait(device: str) -> Callable[[], object]:
     """Give what waits for the device."""
     import torch
 

@@ -48,7 +48,9 @@ class Cluster(Executor):
         self._pool = self._client.get_executor(pure=False)
 
     def _check(self, address: str, root: Path) -> None:
-        workers = cast("dict[str, Any]", self._client.run(_about, str(root)))
+        workers = cast(
+            "dict[str, tuple[str, bool, Gpu | None]]", self._client.run(_about, str(root))
+        )
         if not workers:
             hint = f"start one with `dask worker tcp://{address} --nthreads 1`"
             raise MachineError(f"the scheduler at {address} has no worker", hint=hint)

@@ -58,20 +58,20 @@ class Float8Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Any = _Product.apply(input.flatten(0, -2), self.weight)
+        y: Tensor = _Product.apply(input.flatten(0, -2), self.weight)
         y = y.unflatten(0, input.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         x, weight = inputs
         ctx.save_for_backward(x, weight)
         return _product(x, weight, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dy,) = grads
         x, weight = ctx.saved_tensors
         return _product(dy, weight.T, fast=False), _product(dy.T, x.T, fast=False)

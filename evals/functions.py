@@ -36,10 +36,10 @@ def suite(_: Path) -> Suite:
     return Suite("fuse", _ABOUT, CASES, group=passes)
 
 
-def timed(model: str, shapes: str) -> Callable[[Any], Any]:
+def timed(model: str, shapes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a case of the function below, its arguments shaped by `shapes`."""
 
-    def register(function: Any) -> Any:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         names = inspect.signature(function).parameters
         sizes = [_shape(text) for text in shapes.split()]
         extents = dict(zip(names, sizes, strict=True))
@@ -63,7 +63,7 @@ def passes(case: str) -> str:
 
 
 def _setup(
-    function: Any, model: str, shapes: Shapes, phase: str, device: str, shrink: int
+    function: Callable[..., Any], model: str, shapes: Shapes, phase: str, device: str, shrink: int
 ) -> Setup:
     from coda_agent.fuse import fuse
 

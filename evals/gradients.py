@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.evals.cases import Case, Contender, Setup, Suite, differentiated
+from coda_agent.evals.cases import Call, Case, Contender, Setup, Suite, differentiated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ def _setup(name: str, static: Mapping[str, str], device: str, shrink: int) -> Se
     def exact(**inputs: Any) -> Sequence[Tensor]:
         return [*run_reference(spec, inputs, binding=static, exact=True).values()]
 
-    def gradients(way: Callable[..., Any], t: Mapping[str, Tensor]) -> Callable[[int], Any]:
+    def gradients(way: Callable[..., Any], t: Mapping[str, Tensor]) -> Call:
         whole = differentiated(
             lambda t: way(**{n: t.get(n, rest.get(n)) for n in values}), t, "both"
         )

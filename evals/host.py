@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from coda_agent.evals.cases import Case, Contender, Outputs, Setup, Suite
 from coda_agent.evals.kernels import load
@@ -56,7 +55,7 @@ def _setup(root: Path, name: str, device: str, shrink: int) -> Setup:
         function = torch.compile(lambda: kernel(*args), fullgraph=True) if compiled else kernel
 
         @torch.no_grad()
-        def call(_: int) -> Any:
+        def call(_: int) -> object:
             return function() if compiled else function(*args)
 
         def outputs() -> Outputs:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -249,7 +248,9 @@ def wide(t: Values) -> Values:
     return {n: v.detach().float().requires_grad_(v.requires_grad) for n, v in t.items()}
 
 
-def compiled(way: Way, t: Values, phase: str, backend: Any = "inductor") -> Contender:
+def compiled(
+    way: Way, t: Values, phase: str, backend: str | Callable[..., object] = "inductor"
+) -> Contender:
     """Make a contender by torch.compile."""
     import torch._functorch.config as functorch
 

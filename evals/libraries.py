@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.baselines import bare_gemm
+from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.tuner import SEARCH_ROUNDS, ranked
 from coda_agent.evals.cases import Absent, Call, Outputs, Setup
 from coda_agent.evals.workloads import EPS, Function, Workload
@@ -75,7 +77,7 @@ def quack(workload: Workload) -> Call:
     from quack.rmsnorm import rmsnorm
 
     def build(config: TileConfig) -> Call:
-        def bound(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Function:
+        def bound(x: Inputs, a: torch.Tensor, b: torch.Tensor) -> Function:
             mod, d, c, values, finish = _quack_call(workload, x, config)
 
             def run() -> Outputs:
@@ -165,11 +167,11 @@ def _liger_kernels() -> Library:
         for name in ("", ".rms_norm", ".swiglu", ".utils")
     )
 
-    def rope(q: Any, k: Any, table: Any) -> None:
+    def rope(q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> None:
         q, k = (x[None].transpose(1, 2) for x in (q, k))  # (1, heads, M, width), as models have
         ops.LigerRopeFunction.apply(q, k, *table, None, 1, q.shape[-1])
 
-    def norm_backward(g: Any, x: Any, w: Any, r: Any) -> Any:
+    def norm_backward(g: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, ...]:
         llama = 0  # its casting mode: statistics in float32
         args = (0.0, llama, *utils.calculate_settings(x.shape[-1]), True, None)
         return rms_norm.rms_norm_backward(g, x, w, r, *args)
@@ -191,15 +193,15 @@ def _liger_kernels() -> Library:
 def _flashinfer_kernels() -> Library:
     fi = importlib.import_module("flashinfer")
 
-    def rope(q: Any, k: Any, table: Any) -> None:
+    def rope(q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> None:
         rotate = fi.apply_rope_with_cos_sin_cache_inplace
         rotate(table[0], q.flatten(1), k.flatten(1), q.shape[-1], table[1], is_neox=False)
 
-    def add_norm(x: Any, c: Any, w: Any) -> tuple[Any, Any]:
+    def add_norm(x: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         fi.fused_add_rmsnorm(x, c, w, EPS)
         return c, x
 
-    def table(cos: Any, sin: Any) -> tuple[Any, Any]:
+    def table(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return torch.arange(len(cos), device=cos.device), torch.cat((cos, sin), -1).float()
 
     norm = lambda x, w: fi.rmsnorm(x, w, EPS)
@@ -214,7 +216,7 @@ def compose(workload: Workload, library: Library) -> Call:
     """
     out, ones = workload.product(), torch.ones_like(workload.operands(workload.inputs[0])[0][0])
 
-    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Function:
+    def build(x: Inputs, a: torch.Tensor, b: torch.Tensor) -> Function:
         norms_first = workload.name.startswith("gemm_rmsnorm")
         left = (lambda: library.norm(a, ones)) if norms_first else lambda: a
         if workload.name in ("gemm_rope", "gemm_rmsnorm_rope"):
@@ -225,9 +227,7 @@ def compose(workload: Workload, library: Library) -> Call:
     return workload.rotating(build)
 
 
-def _finish(
-    workload: Workload, library: Library, x: dict[str, Any], b: Any
-) -> tuple[Any, Function]:
+def _finish(workload: Workload, library: Library, x: Inputs, b: Tensor) -> tuple[Tensor, Function]:
     """Lay out the weight; make what makes outputs of the product."""
     m, n, _ = workload.mnk
     match workload.name.removeprefix("gemm_rmsnorm_").removeprefix("gemm_"):
@@ -247,7 +247,7 @@ def _finish(
             return b, lambda d: {"dZ": backward(z, d).view(m, 2, n).mT}
         case "residual_partial_rmsnorm_bwd" if backward := library.norm_backward:
 
-            def added(d: Any) -> dict[str, Any]:
+            def added(d: Tensor) -> Outputs:
                 dx, dgamma = backward(d, x["C"], x["gamma"], x["r"])
                 return {"O": dx + x["X"], "dgamma": dgamma}
 
@@ -256,7 +256,7 @@ def _finish(
 
 
 def _rope(
-    workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any
+    workload: Workload, library: Library, left: Function, cs: Tensor, b: Tensor, out: Tensor
 ) -> Function:
     """Rotate q and k in place, so that O overwrites D.
 
@@ -274,7 +274,7 @@ def _rope(
     def interleaved() -> torch.Tensor:
         return torch.cat([p.view(m, -1, 2, width // 2).mT.reshape(m, -1) for p in parts], 1)
 
-    def run() -> dict[str, Any]:
+    def run() -> Outputs:
         a = left()
         if library.halves:
             for part, rows in zip(parts, weights, strict=True):
@@ -287,7 +287,7 @@ def _rope(
     return run
 
 
-def _quack_call(workload: Workload, x: dict[str, Any], config: TileConfig) -> Any:
+def _quack_call(workload: Workload, x: Inputs, config: TileConfig) -> Any:
     """Make the epilogue, D, C, arguments, and what returns outputs."""
     from quack.epilogue import library
 

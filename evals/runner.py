@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from coda_agent.agent import execution
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.evals.cases import BASE, OURS, Absent, Call, Case, Contender, Setup, Suite
 from coda_agent.evals.cells import FOLDER, About, Cell, append, card, read
@@ -124,7 +125,7 @@ class Bench:
         torch.compiler.reset()  # a function is compiled eight times in a process, then not again
         setup = case.make(self.device, self.shrink)
         calls: dict[str, Call] = {}
-        facts: dict[str, dict[str, Any]] = {}
+        facts: dict[str, JsonObject] = {}
         base: dict[str, float] = {}
         for name in sorted(wanted, key=lambda name: name != BASE):
             try:
@@ -156,7 +157,7 @@ class Bench:
 
     def _checked(
         self, setup: Setup, name: str, base: dict[str, float]
-    ) -> tuple[Contender, dict[str, Any]]:
+    ) -> tuple[Contender, JsonObject]:
         """Build a contender, and compare it with the truth.
 
         Args:
@@ -171,7 +172,7 @@ class Bench:
             contender = setup.makers[name]()
             errors = setup.errors(contender.checked())
             contender.call(1)  # what fails on other inputs fails here, not while others are timed
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         if errors:
             worst = max(errors.values())
             if worst > (math.inf if name == BASE else setup.limit) or math.isinf(worst):
@@ -260,7 +261,7 @@ def _compile(cases: Sequence[Case], say: Say) -> None:
         say(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s")
 
 
-def _check(what: str, name: str, known: Any) -> None:
+def _check(what: str, name: str, known: Sequence[str] | Mapping[str, object]) -> None:
     if name not in known:
         few = ", ".join([*known][:8])
         raise CodaError(f"no {what} {name!r}, expected {few}{', …' * (len(known) > 8)}")
@@ -285,13 +286,13 @@ def _regimes(case: Case, suite: Suite, choice: Choice) -> Sequence[str]:
     return [regime for regime in asked if regime in case.regimes] or case.regimes[:1]
 
 
-def _timing(name: str, samples: Mapping[str, Samples]) -> dict[str, Any]:
+def _timing(name: str, samples: Mapping[str, Samples]) -> JsonObject:
     """Time a contender by its samples; `fault` where there are none."""
     own, ours = samples[name], samples.get(OURS)
     if own.fault:
         return {"fault": own.fault}
     timing = own.timing()
-    found: dict[str, Any] = {"time_us": timing.median_us, "interval_us": timing.interval_us}
+    found: JsonObject = {"time_us": timing.median_us, "interval_us": timing.interval_us}
     if ours and not ours.fault:
         try:
             ratio = speedup(ours, own)

@@ -106,7 +106,7 @@ def _setup(model: Any, shape: tuple[int, ...], phase: str, device: str) -> Setup
         run = partial(_hidden, own)
         if name != "eager":
             mode = None if training else "reduce-overhead"
-            backend: Any = coda if name == "ours" else "inductor"
+            backend: str | Callable[..., object] = coda if name == "ours" else "inductor"
             run = torch.compile(run, dynamic=False, mode=mode, backend=backend)
         call = partial(outputs, run, x, own)
 

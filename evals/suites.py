@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import yaml
 from pydantic import (
@@ -24,7 +24,7 @@ from pydantic import (
 
 from coda_agent.agent import execution
 from coda_agent.agent.judge.machine import Gpu, demanded
-from coda_agent.agent.judge.records import Level
+from coda_agent.agent.judge.records import JsonObject, Level
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import text_of
@@ -142,7 +142,7 @@ class Suite(_Model):
         if not any(changes.values()):
             return spec
         _, front, rest = re.split(r"^---[ \t]*\n", spec.text, maxsplit=2, flags=re.MULTILINE)
-        header: dict[str, Any] = yaml.safe_load(front)
+        header: JsonObject = yaml.safe_load(front)
         for key, new in changes.items():
             if new:  # in the spec's own order: the text decides the digest
                 header[key] = [{d: s[d] for d in (*spec.declared.dims, *s) if d in s} for s in new]

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.evals.cases import Absent, Case, Contender, Setup, operators_of
 from coda_agent.fuse.backend import coda
 
@@ -38,7 +40,7 @@ class Work:
     family: str
     kind: str
     sizes: dict[str, int]
-    options: dict[str, Any]
+    options: JsonObject
     batch: int = 8
     length: int = 4096
 
@@ -69,7 +71,7 @@ def sizes_of(width: int, layers: int, heads: int, words: int, **others: int) -> 
             "vocab_size": words, **others}  # fmt: skip
 
 
-def _tied(theta: float | None = None) -> dict[str, Any]:
+def _tied(theta: float | None = None) -> JsonObject:
     rotation = {"rope_theta": theta} if theta else {}
     return {"tie_word_embeddings": True, "use_cache": False, **rotation}
 
@@ -184,7 +186,9 @@ class _Model:
             dist.all_reduce(total)
         return total / self.ranks
 
-    def contender(self, name: str, own: bool) -> tuple[Any, Callable[[Any], Any], list[str]]:
+    def contender(
+        self, name: str, own: bool
+    ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor], list[str]]:
         """Make a contender's model, what takes gradients on tokens, and notes.
 
         Args:
@@ -205,10 +209,10 @@ class _Model:
         if name.startswith("compile"):
             forward = torch.compile(forward, dynamic=False)
         elif name.startswith(("ours", "bf16")):
-            options: dict[str, Any] = {"fp8": "forward"} if self.fp8 and name != "bf16" else {}
+            options: JsonObject = {"fp8": "forward"} if self.fp8 and name != "bf16" else {}
             forward = torch.compile(forward, dynamic=False, backend=coda, options=options)
 
-        def loss(ids: torch.Tensor) -> Any:
+        def loss(ids: torch.Tensor) -> torch.Tensor:
             vars(self.home).update(changed)  # Liger replaces functions of the module
             try:
                 found = forward(ids)
@@ -263,12 +267,12 @@ def fold_mask(model: Any) -> None:
     model.config._attn_implementation = "causal"
 
 
-def adamw(model: Any, rate: float = 1e-5) -> Any:
+def adamw(model: nn.Module, rate: float = 1e-5) -> torch.optim.Optimizer:
     """Make the optimizer of a contender."""
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
 
 
-def parts(step: Callable[[], Any]) -> str:
+def parts(step: Callable[[], object]) -> str:
     """Name the attention kernels that a step ran; count ours."""
     ran = operators_of(step)
     names = {name.removeprefix("aten::") for name in ran if "_scaled_dot_product" in name}
@@ -293,7 +297,7 @@ def _step(work: Work, fp8: bool, device: str, shrink: int) -> Setup:
             optimizer.step()
             optimizer.zero_grad()
 
-        def first() -> dict[str, Any]:
+        def first() -> dict[str, torch.Tensor]:
             began = time.perf_counter()
             found = home.mean(loss(home.ids))
             shown = f"first loss {found:.5f}"

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent.events import Event, Requested, RunStarted
-from coda_agent.agent.judge.records import LEVELS, VERSIONS, Level, rank
+from coda_agent.agent.judge.records import LEVELS, VERSIONS, JsonObject, Level, rank
 from coda_agent.agent.judgement import Gate, Machine
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import Attempt, RunState, Spent
@@ -78,7 +78,7 @@ class Trial(Judged):
     prompt: str = ""
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Two records with one key are the same trial."""
         return self.suite_digest, self.device, self.spec, self.author, self.trial, self.without
 
@@ -112,7 +112,7 @@ class Task:
     options: authors.Options = field(default_factory=authors.Options)
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """That of its record."""
         suite = self.suite.digest
         return suite, self.device, self.spec, self.author, self.trial, self.without
@@ -213,7 +213,7 @@ def run(
     if not plan.tasks:
         return found
     path = records_of(plan.tasks[0].workspace.root, plan.tasks[0].suite.name)
-    waiting, running, again = [*reversed(plan.tasks)], dict[Future[Trial], Task](), set[Any]()
+    waiting, running, again = [*reversed(plan.tasks)], dict[Future[Trial], Task](), set[object]()
     with _held(path):
         try:
             while waiting or running:
@@ -254,7 +254,7 @@ def run_trial(task: Task) -> Trial:
     """Do one trial; its record."""
     begun: list[str] = []
 
-    def watch(type: str, data: dict[str, Any]) -> None:
+    def watch(type: str, data: JsonObject) -> None:
         if type == "run.started":
             begun.append(data["run"])
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from coda_agent.evals.cases import Call
+from coda_agent.agent.judge.records import Inputs
+from coda_agent.evals.cases import Call, Outputs
 from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import draw_inputs, run_reference
 
@@ -56,8 +57,8 @@ class Workload:
 
     kernel: Kernel
     sizes: Mapping[str, int]
-    inputs: tuple[dict[str, Any], dict[str, Any]]
-    truth: dict[str, Any]
+    inputs: tuple[Inputs, Inputs]
+    truth: Outputs
     rows: slice
     heads: Heads
 
@@ -65,7 +66,7 @@ class Workload:
     def name(self) -> str:
         return self.kernel.spec.name
 
-    def operands(self, x: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Give A (M, K) and B (N, K) of a set."""
         a, b = self.kernel.spec.gemm
         return x[a], x[b]
@@ -96,9 +97,7 @@ class Workload:
         """Make a buffer for A Bᵀ, (M, N)."""
         return self.new(*self.mnk[:2])
 
-    def rotating(
-        self, build: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], Function]
-    ) -> Call:
+    def rotating(self, build: Callable[[Inputs, torch.Tensor, torch.Tensor], Function]) -> Call:
         """Build a call for each set, and take them in turn."""
         calls = [build(x, *self.operands(x)) for x in self.inputs]
         return lambda i: calls[i % 2]()

@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Callable(ModuleType):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.fuse(*args, **kwargs)
 
 

@@ -42,7 +42,7 @@ class Around:
     places: dict[fx.Node, fx.Node]
     once: tuple[str, ...] = ()
 
-    def packed(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def packed(self, inputs: Sequence[object]) -> dict[str, torch.Tensor]:
         """Make what `once` names of what `part` takes."""
         known = self.region.composition
         ports = [port for port in ports_of(known) if port.name in self.once]
@@ -54,7 +54,7 @@ class Around:
 
     def by_kernel(
         self, text: str, ready: Mapping[str, torch.Tensor] | None = None
-    ) -> Callable[..., list[Any]]:
+    ) -> Callable[..., list[torch.Tensor]]:
         """Make the function of `part`, with the region's values by its kernel.
 
         Args:
@@ -73,7 +73,7 @@ class Around:
         shown = {x: n for n, x in self.places.items() if any(u.op == "output" for u in n.users)}
         known = self.region.composition
 
-        def call(*inputs: Any) -> list[Any]:
+        def call(*inputs: object) -> list[torch.Tensor]:
             values = entered(self.part, inputs)
             evaluate(before, values)
             at = lambda port: (

@@ -141,7 +141,7 @@ def _unrepeated(x: Any) -> fx.Node | None:
     return heads
 
 
-def _input(node: Any, names: tuple[str, ...]) -> fx.Node | None:
+def _input(node: object, names: tuple[str, ...]) -> fx.Node | None:
     if not isinstance(node, fx.Node) or node.op != "call_method" or node.target not in names:
         return None
     return node.all_input_nodes[0]

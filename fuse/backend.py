@@ -29,7 +29,7 @@ def coda(
     inputs: Sequence[Any],
     *,
     mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Any:
     """Compile a graph of Dynamo's: the backend "coda" of torch.compile.
 
@@ -76,7 +76,7 @@ def coda(
     return by_masks(values, found, general, compiled)
 
 
-def _called(module: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:
+def _called(module: fx.GraphModule, _: object, **__: object) -> Any:
     """Make code that runs a graph's calls, in place of Inductor's."""
     from torch._inductor.output_code import OutputCode
 
@@ -90,17 +90,17 @@ def _called(module: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:
         def __init__(self) -> None:
             self._boxed_call = True  # of the instance: wrappers take its dict along
 
-        def __call__(self, *inputs: Any) -> Any:
+        def __call__(self, *inputs: object) -> object:
             if len(inputs) != 1 or not isinstance(inputs[0], list):
                 return module(*inputs)
             given = [*inputs[0]]
             inputs[0].clear()  # so that what is needed no more is freed
             return module(*given)
 
-        def post_compile(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def post_compile(self, *_: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             pass
 
-        def set_triton_bundle(self, triton_bundle: Any) -> None:
+        def set_triton_bundle(self, triton_bundle: object) -> None:
             pass
 
     return Calls()

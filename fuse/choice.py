@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
@@ -90,15 +89,15 @@ def compile_ahead(place: Around, device: torch.device) -> None:
 _AHEAD: dict[str, Inductor] = {}
 
 
-def _own(place: Around, given: Sequence[Any]) -> Inductor:
+def _own(place: Around, given: Sequence[object]) -> Inductor:
     return _compiled(fx.GraphModule({}, place.part), given)
 
 
-def _compiled(call: Callable[..., Any], given: Sequence[Any]) -> Inductor:
+def _compiled(call: Callable[..., object], given: Sequence[object]) -> Inductor:
     """Let Inductor compile a call, as a function of its tensors."""
     others = [None if isinstance(x, torch.Tensor) else x for x in given]
 
-    def function(*tensors: torch.Tensor) -> Any:
+    def function(*tensors: torch.Tensor) -> object:
         rest = iter(tensors)
         return call(*(next(rest) if x is None else x for x in others))
 
@@ -117,7 +116,7 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
     tiles = tiles_of(kernel, shape)
     if kernel.like:
         return with_tiles(text, shape, tiles[0]) if tiles else text
-    runs: dict[TileConfig, Callable[[int], Any]] = {}
+    runs: dict[TileConfig, Callable[[int], object]] = {}
     expected: list[torch.Tensor] = []
     for config in tiles:
         try:

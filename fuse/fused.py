@@ -35,7 +35,7 @@ def fuse(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return torch.compile(function, backend=coda, **options)
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Shown]:
+def explain(function: Callable[..., Any], *args: object, **kwargs: object) -> list[Shown]:
     """Call a function or module compiled anew; say how graphs were cut.
 
     Args:

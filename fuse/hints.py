@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -40,7 +39,7 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
                 node.meta["val"] = value
 
 
-def _is_symbolic(value: Any) -> bool:
+def _is_symbolic(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return any(not isinstance(x, int) for x in (*value.shape, *value.stride()))
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -45,7 +45,7 @@ def remembered(path: Path, nodes: Sequence[fx.Node] = ()) -> Any:
     return None
 
 
-def remember(path: Path, known: Any, nodes: Sequence[fx.Node] = ()) -> None:
+def remember(path: Path, known: object, nodes: Sequence[fx.Node] = ()) -> None:
     """Keep it in a file for `remembered`, where it can be kept."""
     with suppress(Exception):  # what is not kept is found out again
         file = io.BytesIO()
@@ -58,7 +58,7 @@ class _Writer(pickle.Pickler):
         super().__init__(file)
         self._places = {node: i for i, node in enumerate(nodes)}
 
-    def persistent_id(self, obj: Any) -> int | str | None:
+    def persistent_id(self, obj: object) -> int | str | None:
         """Write nodes by their place, and operators by their name."""
         if isinstance(obj, fx.Node):
             return self._places[obj]
@@ -70,7 +70,7 @@ class _Reader(pickle.Unpickler):
         super().__init__(io.BytesIO(path.read_bytes()))
         self._nodes = nodes
 
-    def persistent_load(self, pid: int | str) -> Any:
+    def persistent_load(self, pid: int | str) -> object:
         """Find what `_Writer` wrote."""
         if isinstance(pid, int):
             return self._nodes[pid]

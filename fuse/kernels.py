@@ -198,7 +198,7 @@ def _same(one: Program, other: Program) -> bool:
     )
 
 
-def _orders(own: Mapping[str, type], other: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+def _orders(own: Mapping[str, type], other: Mapping[str, type]) -> Iterator[dict[str, type]]:
     """List names in all orders in which kinds stand as the other's."""
     by_kind = {kind: [x for x, k in own.items() if k is kind] for kind in other.values()}
     for chosen in itertools.product(*(itertools.permutations(x) for x in by_kind.values())):

@@ -80,7 +80,7 @@ def _take_before(node: fx.Node) -> bool:
     return True
 
 
-def _of_rows(index: Any, ndim: int) -> tuple[Any, ...] | None:
+def _of_rows(index: object, ndim: int) -> tuple[Any, ...] | None:
     """Give an index of whole rows without its last dim, or None."""
     if isinstance(index, fx.Node):
         value = _value(index)
@@ -235,7 +235,7 @@ def _cuts(node: fx.Node) -> bool:
     return whole and reaches and first in (None, 0) and step in (None, 1) and isinstance(last, int)
 
 
-def _is_turned(node: Any) -> bool:
+def _is_turned(node: object) -> bool:
     """Whether a node exchanges the last two of three dims."""
     if not isinstance(node, fx.Node) or not all(isinstance(x, int) for x in node.args[1:]):
         return False
@@ -244,7 +244,9 @@ def _is_turned(node: Any) -> bool:
     return exchanged or (node.target == "permute" and dims == [0, 2, 1])
 
 
-def _inserted(node: fx.Node, target: str | Callable[..., Any], args: Any, value: Any) -> fx.Node:
+def _inserted(
+    node: fx.Node, target: str | Callable[..., object], args: Any, value: object
+) -> fx.Node:
     graph = node.graph
     with graph.inserting_before(node):
         kind = graph.call_method if isinstance(target, str) else graph.call_function

@@ -74,10 +74,10 @@ _KEPT = WeakValueDictionary[int, torch.Tensor]()
 
 def by_masks(
     values: Mapping[int, torch.Tensor],
-    special: Callable[..., Any],
-    general: Callable[..., Any],
-    compiled: Callable[[Sequence[Any]], Callable[..., Any]],
-) -> Callable[..., Any]:
+    special: Callable[..., object],
+    general: Callable[..., object],
+    compiled: Callable[[Sequence[object]], Callable[..., object]],
+) -> Callable[..., object]:
     """Choose a graph at each call, by its masks.
 
     Args:
@@ -87,9 +87,9 @@ def by_masks(
         compiled: Compiles it, at its first call. While a CUDA graph is captured nothing can be
             compared or compiled: then the graph for all masks runs, as it is.
     """
-    made: list[Callable[..., Any]] = []
+    made: list[Callable[..., object]] = []
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> object:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             if not made:
                 warnings.warn(

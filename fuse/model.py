@@ -72,7 +72,7 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
     if hasattr(own, "_coda_compiled"):
         raise ValueError(f"{own.__name__} is compiled already, call its report's revert() first")
 
-    def without_logits(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def without_logits(self: nn.Module, *args: object, **kwargs: object) -> object:
         found = own.forward(self, *args, **kwargs)
         if getattr(found, "loss", None) is not None and getattr(found, "logits", None) is not None:
             found.logits = None
@@ -83,7 +83,7 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
     compiled: Any = torch.compile(without_logits, backend=coda, **options)
 
     @functools.wraps(own.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return own.forward(self, *args, **kwargs)
         token = SEEN.set(report.graphs)
@@ -92,7 +92,7 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
         finally:
             SEEN.reset(token)
 
-    def reduced(self: Any, protocol: Any) -> Any:
+    def reduced(self: Any, protocol: object) -> tuple[object, ...]:
         _, _, *state = super(kind, self).__reduce_ex__(protocol)
         return _new, (own,), *state
 
@@ -103,7 +103,7 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
     return report
 
 
-def _new(kind: Any) -> Any:
+def _new(kind: Any) -> object:
     return kind.__new__(kind)
 
 

@@ -90,7 +90,7 @@ def bytes_of(nodes: Iterable[fx.Node]) -> int:
 
 
 def make(
-    graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
+    graph: fx.Graph, target: Callable[..., object], *args: Any, like: fx.Node, **kwargs: Any
 ) -> fx.Node:
     """Append a call with its value, in the pass of another node."""
     node = graph.call_function(target, args, kwargs)
@@ -116,12 +116,12 @@ def cast_to(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
     return node if same else make(node.graph, CASTS[-1], node, dtype, like=like)
 
 
-def call_of(node: Any, target: Any) -> fx.Node | None:
+def call_of(node: object, target: object) -> fx.Node | None:
     """A node, if it calls `target`; any target where that is None."""
     return node if isinstance(node, fx.Node) and target in (None, node.target) else None
 
 
-def number(node: Any) -> float | None:
+def number(node: object) -> float | None:
     """The value of a constant of no dims."""
     if isinstance(node, fx.Node) and node.meta["val"].ndim == 0:
         if node.target is aten.scalar_tensor.default:
@@ -142,7 +142,7 @@ def copied(
     return copy
 
 
-def padded(node: fx.Node, shape: Sequence[Any]) -> tuple[int, ...]:
+def padded(node: fx.Node, shape: Sequence[object]) -> tuple[int, ...]:
     """A value's shape with as many dims as another's."""
     own = node.meta["val"].shape
     return (*[1] * (len(shape) - len(own)), *own)
@@ -153,7 +153,7 @@ def is_zeros(node: fx.Node) -> bool:
     return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
-def root(node: fx.Node, *others: Any) -> fx.Node:
+def root(node: fx.Node, *others: object) -> fx.Node:
     """Find what a node is a view of, through `others` too."""
     while node.target in (*VIEWS, *others):
         node = node.all_input_nodes[0]
@@ -172,7 +172,7 @@ def are_products(users: Iterable[fx.Node]) -> bool:
     return all(u.target in PRODUCTS or (u.target in VIEWS and are_products(u.users)) for u in users)
 
 
-def entered(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+def entered(graph: fx.Graph, inputs: Sequence[object]) -> dict[fx.Node, Any]:
     """What a graph takes, by its nodes."""
     return dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import fx
 
@@ -106,7 +105,7 @@ def _made_of(reads: set[fx.Node], others: set[fx.Node], whole: int) -> set[fx.No
     return made
 
 
-def _closure(made: Iterable[fx.Node], tiles: Mapping[fx.Node, Any]) -> set[fx.Node]:
+def _closure(made: Iterable[fx.Node], tiles: Mapping[fx.Node, object]) -> set[fx.Node]:
     """Nodes with all that they are made of, but tiles."""
     found, pending = set[fx.Node](), [*made]
     while pending:

@@ -19,7 +19,7 @@ from coda_agent.specs.recording import alone
 aten = torch.ops.aten
 
 
-def recorded(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+def recorded(function: Callable[..., object], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Record what a function calls; the graph gives a list of tensors.
 
     Raises:
@@ -57,7 +57,7 @@ def _write_nothing(node: fx.Node) -> None:
     written.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
 
 
-def _table() -> dict[Any, Any]:
+def _table() -> dict[Any, Callable[..., object]]:
     """List the composer's decompositions, and those of losses by rows."""
     simpler = get_decompositions([aten.nll_loss_forward, aten.nll_loss2d_forward])
     own = {aten._log_softmax.default: _log_softmax, aten.addmm.default: _addmm}

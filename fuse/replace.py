@@ -71,7 +71,7 @@ class _Symbols:
                 if node in taken or str(value) not in self._dims:
                     self._nodes.setdefault(str(value), node)
 
-    def __call__(self, sizes: Sequence[int]) -> list[Any]:
+    def __call__(self, sizes: Sequence[int]) -> list[int | fx.Proxy]:
         """Give sizes as a view's arguments; a single symbol is -1."""
         if sum(isinstance(size, Extent) for size in sizes) == 1:
             return [-1 if isinstance(size, Extent) else size for size in sizes]
@@ -87,7 +87,7 @@ class _Symbols:
             result = self._graph.call_function(operator.mul, (result, factor))
         return result
 
-    def before(self, node: fx.Node, sizes: Iterable[Any]) -> list[Any]:
+    def before(self, node: fx.Node, sizes: Iterable[object]) -> list[Any]:
         """Give sizes as arguments of calls before a node."""
         with self._graph.inserting_before(node):
             return [self._computed(n) if isinstance(n, torch.SymInt) else n for n in sizes]
@@ -165,7 +165,7 @@ def _evaluate(graph: fx.Graph) -> None:
         node.meta["val"] = value
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: object, other: object) -> bool:
     if isinstance(one, list | tuple):
         return isinstance(other, list | tuple) and all(map(_alike, one, other))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -173,7 +173,7 @@ def _alike(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
-def _strides(node: Any) -> tuple[Any, ...] | None:
+def _strides(node: object) -> tuple[object, ...] | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value.stride() if isinstance(value, torch.Tensor) else None
 
@@ -193,7 +193,7 @@ def _is_of(node: fx.Node, namespace: str, default: str = "") -> bool:
 def _restore(
     graph: fx.Graph,
     node: fx.Node,
-    strides: Sequence[tuple[Any, ...] | None],
+    strides: Sequence[tuple[object, ...] | None],
     symbols: _Symbols,
 ) -> None:
     """Give what a call reads the strides that it had."""

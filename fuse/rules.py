@@ -72,7 +72,7 @@ def scale_first(graph: fx.Graph) -> None:
 def carry(graph: fx.Graph) -> list[str]:
     """Move rows' factors past a second product; names of the products."""
     moved: list[str] = []
-    operands: dict[Any, fx.Node] = {}
+    operands: dict[object, fx.Node] = {}
     for product in [node for node in graph.nodes if node.target is aten.mm.default]:
         a = product.args[0]
         if isinstance(a, fx.Node) and (parts := _parts(a)) is not None:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.fuse.nodes import (
@@ -44,7 +46,7 @@ _COUNTED = (torch.ops.prims.iota.default, aten.arange.start_step, aten.arange.de
 _EXACT = 2**24
 _SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-_ONES: dict[Any, Any] = {
+_ONES: dict[object, Callable[..., object]] = {
     aten.select.int: aten.squeeze.dim,
     aten.select_scatter.default: aten.unsqueeze.default,
 }
@@ -73,7 +75,7 @@ def spell_parts(graph: fx.Graph) -> None:
             part.replace_all_uses_with(piece)
 
 
-def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
+def _spelled(node: fx.Node) -> list[tuple[Callable[..., object], tuple[Argument, ...]]]:
     """List a call for each part, if split by numbers; else none."""
     count = len(node.meta["val"])
     if node.target is aten.unbind.int:

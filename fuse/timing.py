@@ -29,7 +29,7 @@ class Inductor:
     before the graph was reached.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
         self._compiled: Any = None
 
@@ -51,14 +51,14 @@ class Inductor:
             alone(), torch.no_grad(), tracing(None),
             V.set_aot_compilation(False), config.patch(_ALONE),
         ):  # fmt: skip
-            given: list[Any] = [t.detach() for t in tensors]
+            given: list[torch.Tensor] = [t.detach() for t in tensors]
             trace = make_fx(self._function, tracing_mode="fake", _allow_non_fake_inputs=True)
             traced = trace(*given)  # what was packed before is no input
             self._compiled = compile_fx(traced, given)
         return self._compiled
 
 
-def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float]]:
+def fastest(runs: Mapping[str, Callable[[], object]]) -> tuple[str, dict[str, float]]:
     """Name the fastest, and give the GPU times of all in us.
 
     What the GPU takes decides, in the judge's warm regime: so it is inside a CUDA graph and behind
@@ -81,7 +81,7 @@ def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float
     return best, {name: found.median_us for name, found in times.items()}
 
 
-def times_of(runs: Sequence[Callable[[], Any]]) -> list[Samples]:
+def times_of(runs: Sequence[Callable[[], object]]) -> list[Samples]:
     """Time calls in loops, by the host's time where it is longer."""
     import torch
 

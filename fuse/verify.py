@@ -115,11 +115,13 @@ def _exact_products() -> Iterator[None]:
         matmul.fp32_precision = chosen
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def operands_of(region: Region, device: torch.device) -> tuple[Any, Any, list[Any]]:
+def operands_of(
+    region: Region, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Draw A, B and the operands of a region's kernel."""
     known = region.local
     wanted = ancestors(node for port in ports_of(known) for node in port.nodes)

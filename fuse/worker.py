@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from coda_agent.agent.execution.answers import answered
 from coda_agent.agent.execution.child import serve
 from coda_agent.agent.execution.reference_worker import LIMITS
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.references import reference_child, result
 from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
@@ -47,7 +48,7 @@ def explained(source: Source, examples: Mapping[str, Example]) -> Shown:
     return Shown.model_validate(found)
 
 
-def planned(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Shown:
+def planned(function: Callable[..., object], tensors: Sequence[torch.Tensor]) -> Shown:
     """Cut a function of tensors, and describe how.
 
     Raises:
@@ -58,7 +59,7 @@ def planned(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Sh
     return shown(*chosen(graph), notes)
 
 
-def _run(job: dict[str, Any]) -> dict[str, Any]:
+def _run(job: JsonObject) -> JsonObject:
     import torch
 
     source = _SOURCE.validate_python(job["source"])
@@ -66,7 +67,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     # What torch imports and looks up at its first run, before nothing may be opened any more.
     small = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
     planned(lambda x, w: torch.relu(x @ w.T), (small, torch.empty_like(small)))
-    args: dict[str, Any] = {}
+    args: dict[str, torch.Tensor | float] = {}
     for name, example in examples.items():
         dtype = getattr(torch, "bfloat16" if example.dtype == "T" else example.dtype)
         shape = [_LETTER if isinstance(a, str) else a for a in example.axes]
@@ -76,7 +77,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     with forbidden():
         exec(compile(source.block, source.where, "exec"), space)
 
-        def function(*given: Any) -> Any:
+        def function(*given: object) -> object:
             return space["reference"](**args | dict(zip(tensors, given, strict=True)))
 
         try:
@@ -86,7 +87,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     return found.model_dump(mode="json")
 
 
-def _main(job: dict[str, Any], _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _main(job: JsonObject, _: object) -> JsonObject:
     return answered(lambda: _run(job)).model_dump()
 
 

@@ -120,7 +120,7 @@ class Layout:
         known = width in {self.columns, *self.picked}
         return width if known and value.numel() == self.rows * width else 0
 
-    def is_wide(self, node: Any) -> bool:
+    def is_wide(self, node: object) -> bool:
         """Whether a node's value has the product's rows and columns."""
         return self.kind(node) == self.columns
 
@@ -288,7 +288,7 @@ class Zone:
         ends = [node for node in self.ends if node.target in PLAIN]
         return shorter and not ends and self.is_own(self.product)
 
-    def has(self, node: Any) -> bool:
+    def has(self, node: object) -> bool:
         """Whether a node is computed some rows at a time."""
         return node in self.nodes or node in self.turned
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -60,7 +60,7 @@ def fused_linear_cross_entropy(
     reduction: str = "mean",
     softcap: float | None = None,
     return_z_loss: bool = False,
-    accum_dtype: Any = None,
+    accum_dtype: object = None,
     use_token_scaling: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
@@ -89,7 +89,7 @@ def fused_linear_cross_entropy(
     return loss / rows.sum() if reduction == "mean" else loss, None, None, None
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
+def _refuse(options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if option == "reduction":
             known, expected = value in ("mean", "sum"), "mean or sum"
@@ -108,7 +108,7 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         x, weight, targets, rows = inputs
         needs = ctx.needs_input_grad[:2]
         loss, dweight, dx = x.new_zeros((), dtype=torch.float32), None, []
@@ -129,14 +129,14 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
         found = [None if t is None else (t * grads[0]).to(kind) for t, kind in pairs]
         return (*found, None, None)
 
 
 @lru_cache(maxsize=2)
-def _gradient(on_gpu: bool) -> Any:
+def _gradient(on_gpu: bool) -> Callable[..., None]:
     return torch.compile(_logit_gradient, dynamic=True) if on_gpu else _logit_gradient
 
 

@@ -34,7 +34,7 @@ class SwiGLU(FusedSwiGLU):
     class Config(FusedSwiGLU.Config):
         """That of `FusedSwiGLU`."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         """Compute (…, d) of x (…, d)."""
         if isinstance(self.w13, DTensor):
             return super().forward(x)

@@ -11,8 +11,8 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant
 from coda_agent.primitives import __all__ as vocabulary
@@ -57,7 +57,7 @@ def right_programs(name: str, folder: Path) -> dict[str, tuple[Subject, str]]:
     return found
 
 
-def _entries(name: str) -> dict[str, Any]:
+def _entries(name: str) -> JsonObject:
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))
 
 

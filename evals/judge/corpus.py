@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.demos import Demo
 from coda_agent.evals.judge.edits import rewritten
 from coda_agent.primitives.program import Program
@@ -148,7 +149,7 @@ def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
     return load_spec(Path(f"{program.name}.md"), text=text)
 
 
-def _draw(value: Any, kind: type) -> dict[str, Any]:
+def _draw(value: Any, kind: type) -> JsonObject:
     """Make a spec's draw of values like these."""
     if kind is Scalar:
         return {"constant": float(value)}

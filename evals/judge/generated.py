@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from coda_agent.agent.authors.composer import Composer
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.scores import Judge, Score, recorded
@@ -222,7 +223,7 @@ def _used(x: str, text: str) -> bool:
     return re.search(rf"\b{x}\b", text) is not None
 
 
-def judged(spec: Spec, judge: Judge | None, *, seed: int) -> dict[str, Any]:
+def judged(spec: Spec, judge: Judge | None, *, seed: int) -> JsonObject:
     """Say what becomes of a spec, by its "layer".
 
     Args:
@@ -255,7 +256,7 @@ def judged(spec: Spec, judge: Judge | None, *, seed: int) -> dict[str, Any]:
     return {"layer": "right"}
 
 
-def tried(seed: int, number: int) -> dict[str, Any]:
+def tried(seed: int, number: int) -> JsonObject:
     """Judge the reference of that number; keep a wrong or disputed one."""
     spec = reference(random.Random(f"{seed} {number}").choice, f"generated_{number}")
     cell = judged(spec, Judge(Path(), "cpu"), seed=seed + number)
@@ -264,7 +265,7 @@ def tried(seed: int, number: int) -> dict[str, Any]:
 
 
 def score_batches(
-    judge: Judge, name: str, one: Callable[[int, int], dict[str, Any]], count: int, *, seed: int
+    judge: Judge, name: str, one: Callable[[int, int], JsonObject], count: int, *, seed: int
 ) -> dict[str, Score]:
     """Try numbers up to `count` on all cores, a hundred a cell.
 
@@ -274,7 +275,7 @@ def score_batches(
     cores, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cores, context, initializer=_begin_worker) as pool:
 
-        def batch(numbers: range) -> dict[str, Any]:
+        def batch(numbers: range) -> JsonObject:
             found = [*pool.map(partial(one, seed), numbers)]
             refused = Counter(_kind(c["said"]) for c in found if c["layer"] == "refused")
             layers = Counter(c["layer"] for c in found)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import run_interpreter
 from coda_agent.evals.judge.edits import other_axis
 from coda_agent.primitives.graph import Shape
@@ -44,60 +45,60 @@ class Launch:
     run: Runner
     spec: Spec
     program: Program
-    inputs: Mapping[str, Any]
+    inputs: Inputs
     config: TileConfig
-    dtypes: Mapping[str, Any]
+    dtypes: Mapping[str, torch.dtype]
     site: str
-    kept: dict[Any, Any]
+    kept: dict[object, Any]
 
-    def outputs(self, **changed: Any) -> dict[str, Any]:
+    def outputs(self, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run the right lowering on the inputs, some of them changed."""
         inputs = {**self.inputs, **changed}
         return self.run(self.spec, self.program, inputs, self.config, self.dtypes)
 
-    def interpreted(self, inputs: Mapping[str, Any], *, raw: bool = False) -> dict[str, Any]:
+    def interpreted(self, inputs: Inputs, *, raw: bool = False) -> dict[str, torch.Tensor]:
         """Interpret the program; its outputs, or raw partials."""
         return run_interpreter(self.spec, self.program, inputs, self.config, self.dtypes, raw=raw)
 
     @property
-    def gemm(self) -> tuple[Any, Any]:
+    def gemm(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A (M, K) and B (N, K)."""
         a, b = (self.inputs[name] for name in self.spec.gemm)
         return a, b
 
-    def width(self, out: Any) -> int:
+    def width(self, out: torch.Tensor) -> int:
         """Count the columns of an output in a tile."""
         return max(self.config.tile_n * out.shape[1] // len(self.gemm[1]), 2)
 
 
-Broken = Callable[[Launch], dict[str, Any]]
+Broken = Callable[[Launch], dict[str, torch.Tensor]]
 
 
-def _read(change: Callable[[Any], Any]) -> Broken:
+def _read(change: Callable[[torch.Tensor], torch.Tensor]) -> Broken:
     """Read an input as another tensor."""
     return lambda call: call.outputs(**{call.site: change(call.inputs[call.site])})
 
 
-def _first(a: Any, columns: int) -> Any:
+def _first(a: torch.Tensor, columns: int) -> torch.Tensor:
     """Leave out columns of A from this one on."""
     a = a.clone()
     a[:, columns:] = 0
     return a
 
 
-def _restrided(a: Any, start: int, steps: tuple[int, ...]) -> Any:
+def _restrided(a: torch.Tensor, start: int | torch.SymInt, steps: tuple[int, ...]) -> torch.Tensor:
     end = start + sum((n - 1) * s for n, s in zip(a.shape, steps, strict=True)) + 1
     fits = end * a.element_size() <= a.untyped_storage().nbytes()
     return a.as_strided(a.shape, steps, start if fits else 0)
 
 
-def _next_element(vector: Any) -> Any:
+def _next_element(vector: torch.Tensor) -> torch.Tensor:
     read = vector.roll(-1, 0)
     read[-1] = 0  # past the end
     return read
 
 
-def _rounded(call: Launch) -> dict[str, Any]:
+def _rounded(call: Launch) -> dict[str, torch.Tensor]:
     """Round the product to 16 bits: A, beside a unit matrix B."""
     (a, b), names = call.gemm, call.spec.gemm
     product = (a.float() @ b.float().mT).to(torch.bfloat16)
@@ -105,16 +106,16 @@ def _rounded(call: Launch) -> dict[str, Any]:
     return call.interpreted({**call.inputs, names[0]: product, names[1]: eye})
 
 
-def _writes(call: Launch) -> dict[str, Any]:
+def _writes(call: Launch) -> dict[str, torch.Tensor]:
     outputs = call.outputs()
     call.inputs[call.site].view(-1)[-1:] = 0.5
     return outputs
 
 
-def _memo(key: Callable[[Any], Any]) -> Broken:
+def _memo(key: Callable[[torch.Tensor], object]) -> Broken:
     """Keep results by a key that does not hold all inputs."""
 
-    def broken(call: Launch) -> dict[str, Any]:
+    def broken(call: Launch) -> dict[str, torch.Tensor]:
         tensors = [v for v in call.inputs.values() if hasattr(v, "data_ptr")]
         name = (call.config, *call.dtypes.values(), *map(key, tensors))
         if name not in call.kept:
@@ -124,21 +125,21 @@ def _memo(key: Callable[[Any], Any]) -> Broken:
     return broken
 
 
-def _corners(x: Any) -> Any:
+def _corners(x: torch.Tensor) -> object:
     return x.shape, float(x.flatten()[0]), float(x.flatten()[-1])
 
 
-def _store(change: Callable[[Any, Launch], Any]) -> Broken:
+def _store(change: Callable[[torch.Tensor, Launch], torch.Tensor]) -> Broken:
     """Store an output as another tensor, maybe changed in place."""
 
-    def broken(call: Launch) -> dict[str, Any]:
+    def broken(call: Launch) -> dict[str, torch.Tensor]:
         outputs = call.outputs()
         return {**outputs, call.site: change(outputs[call.site].clone(), call)}
 
     return broken
 
 
-def _stale(out: Any, call: Launch) -> Any:
+def _stale(out: torch.Tensor, call: Launch) -> torch.Tensor:
     """Keep in the last row of tiles what the former call left."""
     at, before = _last(len(out), call.config.tile_m), call.kept.get(out.shape)
     call.kept[out.shape] = out.clone()
@@ -153,7 +154,7 @@ def _last(extent: int, tile: int) -> slice:
 def _fill(value: float, *, rows: bool = False, columns: bool = False) -> Broken:
     """Fill the last tiles with a value."""
 
-    def change(out: Any, call: Launch) -> Any:
+    def change(out: torch.Tensor, call: Launch) -> torch.Tensor:
         at = _last(len(out), call.config.tile_m) if rows else slice(None)
         out[at, _last(out.shape[1], call.width(out)) if columns else slice(None)] = value
         return out
@@ -161,14 +162,14 @@ def _fill(value: float, *, rows: bool = False, columns: bool = False) -> Broken:
     return _store(change)
 
 
-def _neighbour(out: Any, call: Launch) -> Any:
+def _neighbour(out: torch.Tensor, call: Launch) -> torch.Tensor:
     height, width = call.config.tile_m, call.width(out)
     if out.shape[1] >= 2 * width:
         out[:height, : 2 * width] = _rolled(out[:height, : 2 * width], width)
     return out
 
 
-def _rolled(out: Any, by: int) -> Any:
+def _rolled(out: torch.Tensor, by: int) -> torch.Tensor:
     """Move columns right; as bytes, since e4m3 has no roll on GPUs."""
     bytewise = out.view(torch.uint8) if out.element_size() == 1 else out
     return bytewise.roll(by, 1).view(out.dtype)
@@ -177,7 +178,7 @@ def _rolled(out: Any, by: int) -> Any:
 def _roll(by: int) -> Broken:
     """Shift columns inside each tile."""
 
-    def change(out: Any, call: Launch) -> Any:
+    def change(out: torch.Tensor, call: Launch) -> torch.Tensor:
         width = call.width(out)
         for left in range(0, out.shape[1], width):
             out[:, left : left + width] = _rolled(out[:, left : left + width], by)
@@ -186,11 +187,11 @@ def _roll(by: int) -> Broken:
     return _store(change)
 
 
-def _swap_pairs(out: Any, _: Launch) -> Any:
+def _swap_pairs(out: torch.Tensor, _: Launch) -> torch.Tensor:
     return torch.stack((out[:, 1::2], out[:, 0::2]), dim=-1).flatten(1)
 
 
-def _noise(out: Any, call: Launch) -> Any:
+def _noise(out: torch.Tensor, call: Launch) -> torch.Tensor:
     height = call.config.tile_m
     top = random.randrange(len(out)) // height * height
     part = out[top : top + height].float()
@@ -198,11 +199,11 @@ def _noise(out: Any, call: Launch) -> Any:
     return out
 
 
-def _no_nan(out: Any, _: Launch) -> Any:
+def _no_nan(out: torch.Tensor, _: Launch) -> torch.Tensor:
     return out.float().nan_to_num(nan=0.0).to(out.dtype)
 
 
-def _lost_partial(_: Any, call: Launch) -> Any:
+def _lost_partial(_: torch.Tensor, call: Launch) -> torch.Tensor:
     """Leave out the last block of a reduction."""
     program, kind = call.program, call.program.outputs[call.site]
     assert issubclass(kind, Reduction)
@@ -213,12 +214,12 @@ def _lost_partial(_: Any, call: Launch) -> Any:
     return kind.finalise(raw[:, : max(raw.shape[1] - 1, 1)], folded, extent)
 
 
-def _padded_divisor(out: Any, call: Launch) -> Any:
+def _padded_divisor(out: torch.Tensor, call: Launch) -> torch.Tensor:
     n, tile = len(call.gemm[1]), call.config.tile_n
     return out * (n / (-(-n // tile) * tile))
 
 
-def _other_axis(call: Launch) -> dict[str, Any]:
+def _other_axis(call: Launch) -> dict[str, torch.Tensor]:
     vector, by_row = call.inputs[call.site], call.program.operands[call.site] is ColVector
     length = len(call.gemm[by_row])
     read = vector[torch.arange(length, device=vector.device) % len(vector)]

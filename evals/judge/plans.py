@@ -15,6 +15,7 @@ from torch import fx
 from coda_agent.agent.authors.composer.check import call_exactly, run_exactly
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.evals.judge.generated import listed
 from coda_agent.fuse.nodes import PRODUCTS
 from coda_agent.fuse.record import recorded
@@ -169,7 +170,7 @@ def _interpreted(
     return {node: port.restored(results[port.name]) for port in outputs for node in port.nodes}
 
 
-def tried(seed: int, number: int) -> dict[str, Any]:
+def tried(seed: int, number: int) -> JsonObject:
     """Cut the function of that number; "layer" is right, refused or wrong."""
     number += 10_000 * seed
     text, args = function(number), tensors(number)

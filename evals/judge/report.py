@@ -6,8 +6,9 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.tables import Rows, escape, markdown
 from coda_agent.evals.cells import FOLDER, read
 from coda_agent.evals.judge.scores import Score
@@ -152,7 +153,7 @@ def _together(names: Iterable[tuple[str, Rows]]) -> Rows:
     return [head, *cells]
 
 
-def _exploits(rows: Iterable[Mapping[str, Any]]) -> str:
+def _exploits(rows: Iterable[JsonObject]) -> str:
     """Count the known exploits, and what stops them."""
     total = Counter(row["status"] for row in rows)
     by = Counter(row.get("layer") or "nothing has to" for row in rows if row["status"] == "stopped")

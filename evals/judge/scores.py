@@ -11,15 +11,15 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.agent import execution
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.meaning import meaning_fault
 from coda_agent.agent.judge.numerics import TileCheck
-from coda_agent.agent.judge.oracle import make_cases
-from coda_agent.agent.judge.records import VERSIONS, Finding
+from coda_agent.agent.judge.oracle import Case, make_cases
+from coda_agent.agent.judge.records import VERSIONS, Finding, JsonObject
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.evals.cells import FOLDER, About, Judged, append, read
@@ -43,7 +43,7 @@ class Score(Judged):
 
     case: str
     seed: int = 0
-    cell: dict[str, Any]
+    cell: JsonObject
 
     @property
     def key(self) -> tuple[str]:
@@ -58,7 +58,7 @@ class Judge:
             use_cache()
         self.root, self.device, self.say = root, device, say
         self.run: Runner = run_kernel if device == "cuda" else run_interpreter
-        self._cases: dict[Any, Iterable[Any]] = {}
+        self._cases: dict[object, Iterable[Case]] = {}
 
     def signature(self, subject: Subject) -> list[str]:
         """List faults of a spec's programs against its declarations."""
@@ -89,9 +89,9 @@ class Judge:
             execution.executor().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
 
 
-def trial(judge: Judge, mutant: Mutant, *, seed: int) -> dict[str, Any]:
+def trial(judge: Judge, mutant: Mutant, *, seed: int) -> JsonObject:
     """Judge a mutant: "signature", "numerics", "survived" or "equivalent"."""
-    cell: dict[str, Any] = {"operator": mutant.operator, "lowered": mutant.lowered}
+    cell: JsonObject = {"operator": mutant.operator, "lowered": mutant.lowered}
     # A demonstration's spec has the inputs of its other programs too: no fault of a mutant.
     if set(judge.signature(mutant.wrong)) - set(judge.signature(mutant.right)):
         return {**cell, "layer": "signature"}
@@ -127,7 +127,7 @@ def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[st
         fault = judge.numerics(right, judge.run, seed)
         return [f"{right.name}: {line}" for line in (*said, *([fault.message] if fault else []))]
 
-    def spec(programs: list[Subject]) -> dict[str, Any]:
+    def spec(programs: list[Subject]) -> JsonObject:
         seeds = [secrets.randbits(32) for _ in range(repeat)]
         refused = [line for seed in seeds for right in programs for line in one(right, seed)]
         names = [right.name for right in programs]
@@ -141,7 +141,7 @@ def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[st
 
 
 def recorded(
-    judge: Judge, name: str, jobs: Mapping[str, Callable[[], dict[str, Any]]], *, seed: int = 0
+    judge: Judge, name: str, jobs: Mapping[str, Callable[[], JsonObject]], *, seed: int = 0
 ) -> dict[str, Score]:
     """Run jobs that the record lacks, by versions and seed; all cells."""
     path = judge.root / FOLDER / f"judge-{name}-{judge.device}.jsonl"
