@@ -171,8 +171,8 @@ def _rounding_is_meant(
 
     class Watch(TorchFunctionMode):
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
+            self, func: Any, types: object, args: Any = (), kwargs: dict[str, object] | None = None
+        ) -> object:
             result = func(*args, **(kwargs or {}))
             name = getattr(func, "__name__", "")
             if name.endswith("_like") or name.startswith("new_"):

@@ -25,7 +25,7 @@ class Called:
         self.source, self.examples = source, examples
         space: dict[str, Any] = {}
         exec(compile(source.block, FILE, "exec"), space)
-        self.function: Callable[..., Any] = space["reference"]
+        self.function: Callable[..., object] = space["reference"]
 
     def dtype(self, name: str, chosen: str) -> torch.dtype:
         """Give an argument's type, where T is the one that is chosen."""
@@ -63,7 +63,7 @@ class Called:
             raise fault.with_traceback(error.__traceback__) from None
         return self._named(returned)
 
-    def outputs(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def outputs(self, inputs: Mapping[str, object]) -> dict[str, torch.Tensor]:
         """Give the outputs of some inputs, by name."""
         return self._named(self.function(**inputs))
 

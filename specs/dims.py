@@ -13,7 +13,7 @@ from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.called import Called
 from coda_agent.specs.defaults import TYPES, up
 from coda_agent.specs.layout import Entry, extent, parts
-from coda_agent.specs.tracing import Trace
+from coda_agent.specs.tracing import Extent, Trace
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
@@ -60,8 +60,8 @@ class Dims:
         second: Sequence[str],
     ) -> None:
         self.called, self.example, self.sizes = called, shapes, {**sizes}
-        self.letters: dict[Any, str] = {}
-        self.multiples: dict[Any, str] = {}
+        self.letters: dict[Extent, str] = {}
+        self.multiples: dict[Extent, str] = {}
         self.shapes: dict[str, tuple[Entry, ...]] = {}
         self.units: dict[str, int] = {}
         self.open: dict[Any, list[Entry]] = {}
@@ -74,7 +74,7 @@ class Dims:
         self._fix(trace, first, second, inners)
         rows = self._rows(trace, first[0], inners)
         self.rows = [self.letters[s] for s in rows]
-        extents: dict[Any, int] = {}
+        extents: dict[Extent, int] = {}
         for name in (*first, *second):
             extents |= dict(zip(trace.shapes[name], shapes[name], strict=True))
         others = {1, *inners, *rows}
@@ -141,7 +141,7 @@ class Dims:
         trace: Trace,
         first: Sequence[str],
         second: Sequence[str],
-        inners: Mapping[Any, str],
+        inners: Mapping[Extent, str],
     ) -> None:
         """Find the sizes that the function holds as numbers."""
         for name in (*first, *second):
@@ -162,7 +162,7 @@ class Dims:
                 if any(_numeric(n) and count.subs(s, 7 * size) != n for count, n in own):
                     self.fixed[self._letter(s, inners.get(s, "N"))] = size
 
-    def _rows(self, trace: Trace, first: str, inners: Mapping[Any, str]) -> list[Any]:
+    def _rows(self, trace: Trace, first: str, inners: Mapping[Extent, str]) -> list[Extent]:
         rows = [s for s in trace.shapes[first] if s not in inners and not _numeric(s)]
         if not rows:
             hint = "give it more, such as 4096: the kernel takes any number of them"
@@ -172,7 +172,7 @@ class Dims:
             self._letter(s, x)
         return rows
 
-    def _columns(self, columns: Mapping[Any, int], second: Sequence[str]) -> list[str]:
+    def _columns(self, columns: Mapping[Extent, int], second: Sequence[str]) -> list[str]:
         if not columns:
             hint = "use torch.mv, or pad it with rows to 16"
             raise SpecError(f"{second[0]} has one row, so the product has one column", hint=hint)
@@ -184,7 +184,7 @@ class Dims:
             return [self._as_multiples(columns, names[0])]
         return names
 
-    def _as_multiples(self, sizes: Mapping[Any, int], letter: str) -> str:
+    def _as_multiples(self, sizes: Mapping[Extent, int], letter: str) -> str:
         """Take extents for multiples of one dim, which is returned."""
         for s in sizes:
             self.letters.pop(s, None)
@@ -193,7 +193,7 @@ class Dims:
             self.multiples[s] = f"{size // unit}*{letter}".removeprefix("1*")
         return letter
 
-    def _letter(self, symbol: Any, wanted: str) -> str:
+    def _letter(self, symbol: Extent, wanted: str) -> str:
         taken = {*self.letters.values(), *self.called.examples}
         names = itertools.chain([wanted], (f"{wanted}{i}" for i in itertools.count(2)))
         return self.letters.setdefault(symbol, next(x for x in names if x not in taken))
@@ -284,7 +284,7 @@ def _summed(
     trace: Trace,
     first: Sequence[str],
     second: Sequence[str],
-) -> dict[Any, str]:
+) -> dict[Extent, str]:
     """Name the symbols that products sum over."""
     inners = {left.shape[-1]: "R" for left, _ in trace.products}
     joined = len(second) < len(first)  # along K, before one weight
@@ -301,5 +301,5 @@ def _summed(
     return dict.fromkeys(of_a[:-1], "S") | {of_a[0]: "B"}
 
 
-def _numeric(symbol: Any) -> bool:
+def _numeric(symbol: Extent) -> bool:
     return isinstance(symbol, int) or bool(symbol.is_number)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
 
 from coda_agent.primitives.errors import SpecError
 
@@ -67,7 +66,7 @@ def unchanged() -> Iterator[None]:
         raise SpecError(f"the function changes {changed[0]}", hint="a reference only computes")
 
 
-def _shared() -> dict[str, Any]:
+def _shared() -> Mapping[str, object]:
     """List functions and settings that all code shares, by name."""
     import builtins
     import math
@@ -94,7 +93,7 @@ def _install() -> None:
     sys.addaudithook(_refuse)
 
 
-def _refuse(event: str, args: tuple[Any, ...]) -> None:
+def _refuse(event: str, args: tuple[object, ...]) -> None:
     if threading.get_ident() != _computing:
         return
     if event == "open" and args[0] != os.devnull and isinstance(args[2], int):

@@ -164,7 +164,7 @@ class Output(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _shape_alone(cls, raw: Any) -> Any:
+    def _shape_alone(cls, raw: object) -> object:
         return {"shape": raw} if isinstance(raw, list) else raw
 
 

@@ -29,7 +29,7 @@ def parts(entry: str) -> tuple[int, str, int]:
     return int(factor or 1), dim, int(divisor or 1)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Write a value of the front matter as it stands there."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {shown(x)}' for key, x in value.items())}}}"
@@ -149,7 +149,7 @@ class Place:
 
     def together(
         self, tensors: Mapping[str, Any], sizes: Mapping[str, int], binding: Mapping[str, str]
-    ) -> Any:
+    ) -> torch.Tensor:
         """Make the canonical tensor of declared ones: the inverse of `apart`."""
         import torch
 
@@ -296,8 +296,11 @@ class Layout:
         return found
 
     def canonical(
-        self, outputs: Mapping[str, Any], inputs: Mapping[str, Any], binding: Mapping[str, str]
-    ) -> dict[str, Any]:
+        self,
+        outputs: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Any],
+        binding: Mapping[str, str],
+    ) -> dict[str, torch.Tensor]:
         """Make canonical outputs of declared ones, by the canonical inputs.
 
         Raises:

@@ -7,7 +7,6 @@ import symtable
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
 
 OWN = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math",
         "numbers", "operator", "torch", "typing"}  # fmt: skip
@@ -21,7 +20,7 @@ REACHING = frozenset(
 
 def reached(text: str) -> tuple[int, str] | None:
     """Find the line where a reference goes beyond its imports, and how."""
-    tree, known = ast.parse(text), dict[str, Any]()
+    tree, known = ast.parse(text), dict[str, object]()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -41,7 +40,7 @@ def reached(text: str) -> tuple[int, str] | None:
     return None
 
 
-def _module(node: ast.AST, known: Mapping[str, Any]) -> ModuleType | None:
+def _module(node: ast.AST, known: Mapping[str, object]) -> ModuleType | None:
     """Find the module that an expression names, as `torch.os`."""
     match node:
         case ast.Name(id=name):

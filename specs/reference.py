@@ -6,7 +6,7 @@ import ast
 import functools
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Values = Mapping[str, torch.Tensor | float]
 
-Touch = Callable[[Any, tuple[Any, ...], Any], Any]
+Touch = Callable[[Callable[..., Any], tuple[Any, ...], Any], object]
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -119,14 +119,14 @@ def canonical_reference(
     if (layout := spec.layout) is None:
         return function
 
-    def call(**inputs: Any) -> dict[str, torch.Tensor]:
+    def call(**inputs: torch.Tensor | float) -> dict[str, torch.Tensor]:
         outputs = function(**as_declared(spec, inputs, binding))
         return layout.canonical(outputs, inputs, spec.bind(binding))
 
     return call
 
 
-def _named(function: Callable[..., Any], names: tuple[str, ...], /, **inputs: Any) -> Any:
+def _named(function: Callable[..., Any], names: tuple[str, ...], /, **inputs: object) -> Any:
     """Name what `function` returns, where it is as many tensors as `names`."""
     returned = function(**inputs)
     if returned is None or isinstance(returned, dict):
@@ -286,7 +286,9 @@ def narrow(spec: Spec, dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and (dtype.itemsize == 1 or (dtype.itemsize == 2 and not known))
 
 
-def cast_to(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def cast_to(
+    function: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> torch.dtype | None:
     """Find the type that a call casts its argument to."""
     import torch
 
@@ -317,7 +319,7 @@ def _widened(
     # By address, with the type; the tensors are kept, so that no address is used again.
     pending: dict[int, tuple[torch.dtype, torch.Tensor]] = {}
 
-    def pend(result: Any, dtype: torch.dtype) -> Any:
+    def pend(result: object, dtype: torch.dtype) -> object:
         for leaf in tree_leaves(result):
             if isinstance(leaf, tensor) and leaf.is_floating_point():
                 pending[storage(leaf)] = dtype, leaf
@@ -325,9 +327,9 @@ def _widened(
 
     class Widened(TorchFunctionMode):
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            def widen(value: Any) -> Any:
+            self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> object:
+            def widen(value: object) -> object:
                 floating = isinstance(value, torch.dtype) and value.is_floating_point
                 return wide if floating else value
 
@@ -358,7 +360,9 @@ def _widened(
         yield
 
 
-def _by_default(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype) -> Any:
+def _by_default(
+    func: Any, args: Iterable[object], kwargs: Mapping[str, object], wide: torch.dtype
+) -> object:
     """Call as if `wide` were the default floating type.
 
     Torch has one for all threads: that of new tensors, and of what integers and numbers make
@@ -375,7 +379,7 @@ def _by_default(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wide: 
     if not any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))):
         return func(*args, **kwargs, dtype=wide)
 
-    def exact(value: Any) -> Any:
+    def exact(value: object) -> object:
         if isinstance(value, float):
             return torch.tensor(value, dtype=wide)
         if isinstance(value, torch.Tensor) and not value.is_floating_point():

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.recording import quiet
 
 if TYPE_CHECKING:
+    import sympy
     import torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+Extent: TypeAlias = "int | sympy.Expr"
+"""Of an axis, in symbols of the trace or a number."""
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products of ATen, and the place of their first operand."""
@@ -40,7 +46,7 @@ class Operand:
     """
 
     inputs: frozenset[str]
-    shape: tuple[Any, ...]
+    shape: tuple[Extent, ...]
     joined: tuple[str, ...] = ()
 
 
@@ -54,12 +60,12 @@ class Trace:
         equal: Other expressions that must be equal.
     """
 
-    shapes: dict[str, tuple[Any, ...]]
+    shapes: dict[str, tuple[Extent, ...]]
     products: list[tuple[Operand, Operand]]
     equal: list[tuple[Any, Any]]
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
+def tensors(tree: object) -> list[torch.Tensor]:
     """List the tensors among a call's arguments or results."""
     import torch
     from torch.utils._pytree import tree_leaves
@@ -67,7 +73,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def folded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+def folded(func: Any, args: Sequence[Any], kwargs: object) -> Callable[..., Any]:
     """Give `func` with leading dims flattened, if it multiplies by a matrix.
 
     torch 2.11's own asks for the number of elements, which symbolic sizes do not have.
@@ -83,7 +89,7 @@ def folded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
 
 
 def traced(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     alike: Mapping[str, list[tuple[str, int]]],
@@ -123,7 +129,7 @@ def traced(
     with quiet(), fake, torch.device("meta"), watch, folding:
         function(**inputs)
 
-    def known(shape: Any) -> tuple[Any, ...]:
+    def known(shape: Iterable[Any]) -> tuple[Extent, ...]:
         exprs = [s.node.expr if isinstance(s, torch.SymInt) else s for s in shape]
         return tuple(environment.replace(e) if not isinstance(e, int) else e for e in exprs)
 
@@ -138,21 +144,21 @@ def traced(
     )
 
 
-def _modes(seen: _Seen) -> tuple[Any, Any]:
+def _modes(seen: _Seen) -> tuple[TorchDispatchMode, TorchFunctionMode]:
     """Make the modes that watch ATen's calls and flatten products' dims."""
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
+            self, func: Any, types: object, args: Any = (), kwargs: dict[str, object] | None = None
+        ) -> object:
             return seen.call(func, args, kwargs or {})
 
     class Folding(TorchFunctionMode):
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
+            self, func: Any, types: object, args: Any = (), kwargs: dict[str, object] | None = None
+        ) -> object:
             return folded(func, args, kwargs)(*args, **(kwargs or {}))
 
     return Watch(), Folding()
@@ -170,7 +176,7 @@ class _Seen:
         for name, tensor in inputs.items():
             self._note(tensor, frozenset({name}))
 
-    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, object]) -> object:
         """Call what a kernel may hold, and note its results' origins."""
         from torch._decomp import decomposition_table
 
@@ -200,7 +206,7 @@ class _Seen:
     def _operand(self, side: torch.Tensor) -> Operand:
         return Operand(self._origins[id(side)], tuple(side.shape), self._joined.get(id(side), ()))
 
-    def _take_values(self, args: Any) -> None:
+    def _take_values(self, args: Iterable[object]) -> None:
         """Let sizes that values are made of be numbers from now on."""
         import torch
 
@@ -212,7 +218,7 @@ class _Seen:
                         int(size)
 
 
-def _check_call(func: Any, name: str, args: Any) -> None:
+def _check_call(func: torch._ops.OpOverload, name: str, args: Sequence[Any]) -> None:
     """Refuse a call of ATen that has no counterpart in a kernel."""
     import torch
 
@@ -261,7 +267,7 @@ def _pair(
 ) -> tuple[str, str]:
     """Find the inputs of a product; `used` are those of products before."""
 
-    def of(side: Operand, inner: Any) -> str:
+    def of(side: Operand, inner: Extent) -> str:
         held = [
             x
             for x, shape in trace.shapes.items()
