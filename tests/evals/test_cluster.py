@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from coda_agent.agent import workspace
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import read_events
 from coda_agent.evals import cluster, suites, trials
 from coda_agent.evals.cluster import Cluster
@@ -24,7 +25,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from distributed import LocalCluster
 
     folder = str(tmp_path_factory.mktemp("dask"))
-    about: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    about: JsonObject = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),  # type: ignore[attr-defined]
         LocalCluster(**about, local_directory=folder) as made,
@@ -65,7 +66,7 @@ def test_a_lost_worker_is_one_error(address: str, where: workspace.Workspace) ->
     assert "the same command goes on" in caught.value.hint
 
 
-def _die(task: Any) -> None:
+def _die(task: object) -> None:
     os._exit(1)
 
 

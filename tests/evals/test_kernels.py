@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from coda_agent.agent.shapes import PLACES, place_sizes
 from coda_agent.evals import kernels
-from coda_agent.evals.cases import Absent
+from coda_agent.evals.cases import Absent, Case
 from coda_agent.evals.kernels import MODELS, RAW, _contender, own, paper, shapes
 from coda_agent.evals.workloads import make_workload
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
@@ -49,7 +48,7 @@ def test_products_have_the_shapes_of_their_models() -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", paper(ROOT).cases[::3], ids=lambda case: case.name)
-def test_a_kernel_of_the_paper_is_right(tmp_path: Path, case: Any) -> None:
+def test_a_kernel_of_the_paper_is_right(tmp_path: Path, case: Case) -> None:
     cells = measured(tmp_path, 16, case)
     ours, gemm = cells[case.name, "ours"], cells[case.name, "gemm"]
     assert 0 < (ours.error or 0) < 4e-3 and 0 < (gemm.error or 0) < 4e-3
@@ -64,7 +63,7 @@ def test_a_kernel_of_the_paper_is_right(tmp_path: Path, case: Any) -> None:
     [c for c in shapes(ROOT).cases if c.name.startswith("tinyllama") and c.name.endswith(" 128")],
     ids=lambda case: case.name,
 )
-def test_a_kernel_in_a_layer_is_right(tmp_path: Path, case: Any) -> None:
+def test_a_kernel_in_a_layer_is_right(tmp_path: Path, case: Case) -> None:
     error = measured(tmp_path, 8, case)[case.name, "ours"].error or 0
     assert 0 < error < (5e-2 if "quantised" in case.name else 5e-3)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from coda_agent.evals import layers
+from coda_agent.evals.cases import Case
 from coda_agent.evals.float8 import quantised, scaled_product
 from coda_agent.evals.layers import BLOCKS, Fp8Ops, Widths
 from tests.evals.small import measured
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
 
 @pytest.mark.one_in(15)
 @pytest.mark.parametrize("case", layers.cases(), ids=lambda case: case.name)
-def test_a_case_is_as_right_as_pytorchs(tmp_path: Path, case: Any) -> None:
+def test_a_case_is_as_right_as_pytorchs(tmp_path: Path, case: Case) -> None:
     cells = {name: cell for (_, name), cell in measured(tmp_path, 64, case).items()}
     # At these sizes single roundings count; e4m3 rounds by up to a sixteenth on both sides.
     assert 0 < (cells["ours"].error_ratio or 0) <= 1.05

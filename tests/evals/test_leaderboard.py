@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge.records import VERSIONS
+from coda_agent.agent.judge.records import VERSIONS, JsonObject
 from coda_agent.agent.state import Spent
 from coda_agent.agent.tables import by_head
 from coda_agent.agent.workspace import Workspace, init
@@ -37,7 +37,7 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 def trial(where: Workspace, spec: str, author: str, *, speed: float = 1.0, **more: Any) -> Trial:
     """A trial at so many times the bare product's speed; 0 for one that was refused."""
     suite = suites.load("tiny", where.root / "evals" / "suites")
-    about: dict[str, Any] = {"commit": "abc1234", "machine": "NVIDIA H200", "date": "2026-01-01"}
+    about: JsonObject = {"commit": "abc1234", "machine": "NVIDIA H200", "date": "2026-01-01"}
     about |= {"suite": "tiny", "suite_digest": suite.digest, "device": "cuda", "spec": spec}
     about |= {"spec_digest": suite.spec(where, spec).digest, "run": "r"}
     about |= {"author": author, "trial": 1, "goal": "accepted", "attempts": 2}
@@ -47,7 +47,7 @@ def trial(where: Workspace, spec: str, author: str, *, speed: float = 1.0, **mor
     return Trial.model_validate({**about, "spent": spent, **more})
 
 
-def rows(where: Workspace, *records: Trial) -> list[dict[str, Any]]:
+def rows(where: Workspace, *records: Trial) -> list[JsonObject]:
     append(records_of(where.root, "tiny"), records)
     return by_head(leaderboard.table(leaderboard.boards(where)))
 

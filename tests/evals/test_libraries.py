@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from coda_agent.evals import libraries
-from coda_agent.evals.cases import Absent, Setup
+from coda_agent.evals.cases import Absent, Outputs, Setup
 from coda_agent.evals.kernels import PAPER
 from coda_agent.evals.libraries import Library, compose
 from coda_agent.evals.workloads import EPS, Workload, make_workload
@@ -24,21 +25,21 @@ def workload(name: str, m: int = 64, n: int = 384, k: int = 128) -> Workload:
     return make_workload(kernel, {"M": m, "N": n, "K": k}, "bfloat16", "cpu")
 
 
-def error(work: Workload, outputs: Any) -> float:
+def error(work: Workload, outputs: Outputs) -> float:
     return max(Setup({}, work.truth, work.limit, work.rows).errors(outputs).values())
 
 
 def plain_torch(*, halves: bool) -> Library:
     """A library of plain torch functions, with either pairing of RoPE."""
 
-    def norm(x: Any, w: Any) -> Any:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), w, EPS)
 
-    def silu_mul(d: Any) -> Any:
+    def silu_mul(d: Tensor) -> Tensor:
         gate, up = d.float().chunk(2, -1)
         return (F.silu(gate) * up).to(d.dtype)
 
-    def rope(q: Any, k: Any, table: Any) -> None:
+    def rope(q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> None:
         cos, sin = (t[:, None].float() for t in table)
         for x in (q, k):
             assert x.is_contiguous() or not halves

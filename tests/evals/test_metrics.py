@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.state import Spent
 from coda_agent.evals import metrics
 from coda_agent.evals.metrics import COSTS, SCORES
@@ -19,7 +20,7 @@ ATTEMPTS = COSTS["attempts"]
 
 def trial(spec: str = "a", number: int = 1, *, speed: float | None = None, **more: Any) -> Trial:
     """A trial that was accepted at this speed over torch.compile, or one that was refused."""
-    about: dict[str, Any] = {"commit": "abc1234", "machine": "NVIDIA H200", "date": "2026-01-01"}
+    about: JsonObject = {"commit": "abc1234", "machine": "NVIDIA H200", "date": "2026-01-01"}
     about |= {"suite": "s", "suite_digest": "d", "device": "cuda", "spec": spec, "run": "r"}
     about |= {"spec_digest": "d", "author": "x", "trial": number}
     about |= {"goal": "accepted", "attempts": 2, "spent": Spent(usd=0.0), "roofline": 0.5}

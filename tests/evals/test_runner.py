@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.evals.cases import Absent, Call, Case, Contender, Setup, Suite
 from coda_agent.evals.cells import About, Cell, read
@@ -46,7 +47,7 @@ def fails(fault: Exception) -> Any:
 def case(name: str, *, limit: float = 0.1, **makers: Any) -> Case:
     """A case whose truth is 1; ours is 1 % off, and PyTorch 2 %."""
 
-    def off(by: float) -> Any:
+    def off(by: float) -> Callable[[], Contender]:
         return lambda: Contender(lambda _: {"y": torch.tensor([1.0 + by])}, note=lambda: "a note")
 
     def make(device: str, shrink: int) -> Setup:
@@ -56,7 +57,7 @@ def case(name: str, *, limit: float = 0.1, **makers: Any) -> Case:
     return Case(name, ("ours", "eager", "gemm", *makers), make)
 
 
-def suite(*cases: Case, regimes: Any = ("warm",)) -> Suite:
+def suite(*cases: Case, regimes: Sequence[str] = ("warm",)) -> Suite:
     return Suite("tiny", "", cases, regimes, 20)
 
 
@@ -163,7 +164,7 @@ def test_contenders_and_regimes_are_chosen(tmp_path: Path, monkeypatch: pytest.M
     _, cells = run(tmp_path, cases, clock, regimes=["untimed"])
     assert len(clock.seen) == 4
     assert cells["one", "ours", "untimed"].time_us is None
-    wrong: list[dict[str, Any]] = [
+    wrong: list[JsonObject] = [
         {"cases": ["bloc"]}, {"contenders": ["mine"]}, {"regimes": ["cold"]}
     ]  # fmt: skip
     for choice in wrong:

@@ -7,7 +7,7 @@ half a minute and are not what these tests are about.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import authors, judge, log, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.events import Event, Judged, RunFailed, RunStarted, event_of
-from coda_agent.agent.judge.records import VERSIONS
+from coda_agent.agent.judge.records import VERSIONS, JsonObject
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
@@ -62,16 +62,18 @@ class Hand(authors.Author):
         yield from ()
 
 
-def employ(monkeypatch: pytest.MonkeyPatch, hire: Callable[[], Any]) -> None:
+def employ(monkeypatch: pytest.MonkeyPatch, hire: Callable[[], authors.Author]) -> None:
     """Registers a kind of author called hand."""
 
     class Hands(authors.Kind):
         name = spelling = "hand"
 
-        def make(self, which: str, options: authors.Options, workspace: Any) -> authors.Author:
+        def make(self, which: str, options: authors.Options, workspace: object) -> authors.Author:
             return hire()
 
-        def tried(self, which: str, options: Any, workspace: Any, specs: Any) -> dict[str, Any]:
+        def tried(
+            self, which: str, options: object, workspace: object, specs: Iterable[str]
+        ) -> JsonObject:
             return {"hand": list(specs)}
 
     known = authors.kinds() | {"hand": Hands()}
@@ -111,7 +113,7 @@ def go(where: workspace.Workspace, tell: Any = lambda *_: None, **chosen: Any) -
 
 
 def one(
-    where: workspace.Workspace, author: Any, monkeypatch: pytest.MonkeyPatch
+    where: workspace.Workspace, author: authors.Author, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Trial, list[Event], trials.Task]:
     """One trial of an author at gemm_swiglu: the record, the events, the task."""
     employ(monkeypatch, lambda: author)
@@ -209,7 +211,7 @@ def test_killed_anywhere_it_goes_on_and_counts_nothing_twice(
 
 
 def test_two_evaluations_do_not_write_to_one_file(where: workspace.Workspace) -> None:
-    def tell(task: Any, record: Any) -> None:
+    def tell(task: object, record: object) -> None:
         with pytest.raises(CodaError, match="another evaluation writes to"):
             go(where)
 
@@ -231,7 +233,7 @@ def test_another_version_of_a_gate_makes_a_trial_undone(
 
 
 def raising(error: Exception) -> Callable[..., Any]:
-    def script(*_: Any) -> Any:
+    def script(*_: object) -> Any:
         raise error
 
     return script
@@ -245,7 +247,7 @@ class Writer(authors.Writer):
     def __init__(self, text: Callable[..., str]) -> None:
         self.text = text
 
-    def write(self, spec: Any, observer: Any) -> str:
+    def write(self, spec: object, observer: object) -> str:
         return self.text()
 
 
@@ -276,7 +278,7 @@ def refused(bench: Workbench) -> None:
 def test_how_a_trial_ends(
     where: workspace.Workspace,
     monkeypatch: pytest.MonkeyPatch,
-    author: Any,
+    author: authors.Author,
     outcome: str,
     reason: str,
 ) -> None:
@@ -394,7 +396,7 @@ def event(seq: int, second: int, type: str, **data: Any) -> Event:
     return event_of({"seq": seq, "time": time, "type": type, "data": data})
 
 
-def judged(number: int, check: str, *, us: float, passed: bool, gpu_s: float) -> dict[str, Any]:
+def judged(number: int, check: str, *, us: float, passed: bool, gpu_s: float) -> JsonObject:
     ratio = {"ratio": 200 / us, "low": 1.0, "high": 1.0}
     cell = {
         "dtype": "bfloat16",
@@ -502,7 +504,7 @@ def model(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(judge, "judge_candidate", quick_judge)
     monkeypatch.chdir(where.root)
 
-    def script(body: dict[str, Any], number: int) -> server.Reply:
+    def script(body: JsonObject, number: int) -> server.Reply:
         asked = body["messages"][0]["content"][0]["text"]
         spec = next(name for name in RIGHT if f"name: {name}\n" in asked)
         calls = [("write_candidate", {"text": RIGHT[spec]}), ("submit", {})]

@@ -48,7 +48,9 @@ def leaves(spec: Spec, binding: dict[str, str], *, exact: bool) -> dict[str, Any
     return found
 
 
-def gradients(outputs: dict[str, Any], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gradients(
+    outputs: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Of a random sum of the outputs, the same at every call."""
     generator = torch.Generator().manual_seed(3)
     drawn = {o: torch.randn(t.shape, generator=generator) for o, t in outputs.items()}

@@ -52,6 +52,8 @@ def doubled(acc):
 RUN = ProgramFunction(program, {"D": None, "O": "float32"}, untuned)
 DOUBLED = ProgramFunction(doubled, {"O": None}, untuned)
 Operands = dict[str, Any]
+Given = tuple[torch.Tensor, torch.Tensor, Operands]
+Tall = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture
-def tensors() -> tuple[torch.Tensor, torch.Tensor, Operands]:
+def tensors() -> Given:
     g = torch.Generator().manual_seed(0)
     a = torch.randn(M, K, generator=g).bfloat16()
     b = (torch.randn(N, K, generator=g) * K**-0.5).bfloat16()
@@ -75,7 +77,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, Operands]:
     return a, b, operands
 
 
-def test_interprets_with_one_warning(tensors: Any) -> None:
+def test_interprets_with_one_warning(tensors: Given) -> None:
     a, b, operands = tensors
     function_module._say_interpreted.cache_clear()
     with pytest.warns(UserWarning, match="no Hopper GPU behind tensors on cpu") as caught:
@@ -85,7 +87,7 @@ def test_interprets_with_one_warning(tensors: Any) -> None:
     assert len(caught) == 1
 
 
-def test_equals_the_interpreter_and_has_the_declared_dtypes(tensors: Any) -> None:
+def test_equals_the_interpreter_and_has_the_declared_dtypes(tensors: Given) -> None:
     a, b, operands = tensors
     got = RUN(a, b, operands)
     dtypes = {"D": torch.bfloat16, "O": torch.float32}
@@ -98,12 +100,12 @@ def test_equals_the_interpreter_and_has_the_declared_dtypes(tensors: Any) -> Non
     assert got["s"].dtype == torch.float32
 
 
-def test_a_none_dtype_follows_the_input(tensors: Any) -> None:
+def test_a_none_dtype_follows_the_input(tensors: Given) -> None:
     a, b, _ = tensors
     assert DOUBLED(a.half(), b.half(), {})["O"].dtype == torch.float16
 
 
-def test_leading_batch_dimensions(tensors: Any) -> None:
+def test_leading_batch_dimensions(tensors: Given) -> None:
     a, b, operands = tensors
     want = RUN(a, b, operands)
     lead = (2, 3, M // 6)
@@ -120,7 +122,7 @@ def test_leading_batch_dimensions(tensors: Any) -> None:
     assert raw["s"].shape == (*lead, 3)
 
 
-def test_block_size_returns_raw_partials(tensors: Any) -> None:
+def test_block_size_returns_raw_partials(tensors: Given) -> None:
     a, b, operands = tensors
     final = RUN(a, b, operands)["s"]
     for block, blocks in ((64, 5), (128, 3), (160, 2), (192, 2), (256, 2)):
@@ -130,7 +132,7 @@ def test_block_size_returns_raw_partials(tensors: Any) -> None:
         torch.testing.assert_close(raw.sum(-1) * block / N, final)
 
 
-def test_an_unoffered_block_size_names_the_offered_ones(tensors: Any) -> None:
+def test_an_unoffered_block_size_names_the_offered_ones(tensors: Given) -> None:
     a, b, operands = tensors
     with pytest.raises(LaunchError) as error:
         RUN(a, b, operands, block_size=100)
@@ -140,7 +142,7 @@ def test_an_unoffered_block_size_names_the_offered_ones(tensors: Any) -> None:
     assert isinstance(error.value, ValueError)
 
 
-def test_the_chooser_sees_the_problem(tensors: Any) -> None:
+def test_the_chooser_sees_the_problem(tensors: Given) -> None:
     a, b, operands = tensors
     seen: list[tuple[int, int, int, str, int | None]] = []
 
@@ -168,7 +170,7 @@ def strided(t: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def test_strides_and_offsets_do_not_matter(tensors: Any) -> None:
+def test_strides_and_offsets_do_not_matter(tensors: Given) -> None:
     a, b, operands = tensors
     want = RUN(a, b, operands)
     cases = [(x, b, operands) for x in strided(a)] + [(a, x, operands) for x in strided(b)]
@@ -184,7 +186,7 @@ def test_strides_and_offsets_do_not_matter(tensors: Any) -> None:
     assert torch.equal(RUN(a, b, expanded)["D"], RUN(a, b, dense)["D"])
 
 
-def test_vectors_of_any_float_dtype(tensors: Any) -> None:
+def test_vectors_of_any_float_dtype(tensors: Given) -> None:
     a, b, operands = tensors
     rounded = {**operands, "r": operands["r"].bfloat16(), "b": operands["b"].half()}
     widened = {**operands, "r": rounded["r"].float(), "b": rounded["b"].float()}
@@ -198,16 +200,16 @@ def bf16(*shape: int) -> torch.Tensor:
 A, B = bf16(M, K), bf16(N, K)
 
 
-def misfit(a: torch.Tensor, b: torch.Tensor, expected: str) -> tuple[Any, Any, str]:
+def misfit(a: torch.Tensor, b: torch.Tensor, expected: str) -> tuple[object, torch.Tensor, str]:
     return a, b, f"A is {tuple(a.shape)} and B {tuple(b.shape)}, expected {expected}"
 
 
-def ragged(n: int, k: int) -> tuple[Any, Any, str]:
+def ragged(n: int, k: int) -> tuple[object, torch.Tensor, str]:
     said = f"N, K = {n}, {k}, expected positive, N a multiple of 8 and K of 8"
     return bf16(M, k), bf16(n, k), f"{said} (TMA moves rows in units of 16 bytes; pad the weight)"
 
 
-GEMM_ERRORS: dict[str, tuple[Any, Any, str]] = {
+GEMM_ERRORS: dict[str, tuple[Any, torch.Tensor, str]] = {
     "float32 A": (A.float(), B, "A is torch.float32, expected a bfloat16 or float16 tensor"),
     "list": ([[1.0]], B, "A is list, expected a bfloat16 or float16 tensor"),
     "integer B": (A, B.int(), "B is torch.int32, expected a bfloat16 or float16 tensor"),
@@ -239,7 +241,7 @@ def test_half_width_outputs_need_columns_in_sixteens() -> None:
         RUN(A, bf16(264, K), {})
 
 
-OPERAND_ERRORS: list[tuple[str, Any, str]] = [
+OPERAND_ERRORS: list[tuple[str, object, str]] = [
     ("C", None, "program: operand 'C' is missing"),
     ("beta", None, "program: operand 'beta' is missing"),
     ("C", bf16(N, M), "program: operand 'C' has shape (272, 24), expected (24, 272)"),
@@ -253,14 +255,14 @@ OPERAND_ERRORS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), OPERAND_ERRORS)
-def test_error_in_an_operand(tensors: Any, name: str, value: Any, message: str) -> None:
+def test_error_in_an_operand(tensors: Given, name: str, value: object, message: str) -> None:
     a, b, operands = tensors
     with pytest.raises(LaunchError) as error:
         RUN(a, b, {**operands, name: value})
     assert str(error.value) == message
 
 
-def test_an_operand_left_out_is_missing(tensors: Any) -> None:
+def test_an_operand_left_out_is_missing(tensors: Given) -> None:
     a, b, operands = tensors
     del operands["r"]
     with pytest.raises(LaunchError, match=re.escape("program: operand 'r' is missing")):
@@ -312,7 +314,7 @@ TALL = 300
 
 
 @pytest.fixture
-def tall() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tall() -> Tall:
     g = torch.Generator().manual_seed(1)
     a = torch.randn(TALL, K, generator=g).bfloat16()
     b = (torch.randn(N, K, generator=g) * K**-0.5).bfloat16()
@@ -321,7 +323,7 @@ def tall() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("block", "blocks"), [(64, 5), (128, 3), (192, 2), (256, 2)])
 def test_block_size_of_reductions_over_rows_is_the_tile_height(
-    tall: Any, block: int, blocks: int
+    tall: Tall, block: int, blocks: int
 ) -> None:
     a, b, c = tall
     final = OVER_ROWS(a, b, {"C": c})
@@ -336,7 +338,7 @@ def test_block_size_of_reductions_over_rows_is_the_tile_height(
     assert torch.equal(raw["top"].amax(-1), final["top"])
 
 
-def test_a_height_no_tile_has_names_the_offered_ones(tall: Any) -> None:
+def test_a_height_no_tile_has_names_the_offered_ones(tall: Tall) -> None:
     a, b, c = tall
     with pytest.raises(LaunchError) as error:
         OVER_ROWS(a, b, {"C": c}, block_size=160)  # a width
@@ -346,14 +348,14 @@ def test_a_height_no_tile_has_names_the_offered_ones(tall: Any) -> None:
 
 
 @pytest.mark.parametrize("config", [TileConfig(256, 128, 2, 1), TileConfig(128, 192, 1, 1, True)])
-def test_raw_partials_follow_the_configuration(tall: Any, config: TileConfig) -> None:
+def test_raw_partials_follow_the_configuration(tall: Tall, config: TileConfig) -> None:
     a, b, _ = tall
     raw = BOTH_WAYS(a, b, {}, config=config, block_size=config.tile_n)
     assert raw["s"].shape == (TALL, -(-N // config.tile_n))
     assert raw["g"].shape == (N, -(-TALL // config.tile_m))
 
 
-def test_reductions_both_ways_need_a_square_tile(tall: Any) -> None:
+def test_reductions_both_ways_need_a_square_tile(tall: Tall) -> None:
     a, b, _ = tall
     raw = BOTH_WAYS(a, b, {}, block_size=192)
     assert raw["s"].shape == (TALL, 2)
@@ -363,7 +365,7 @@ def test_reductions_both_ways_need_a_square_tile(tall: Any) -> None:
     assert str(error.value) == "both_ways: no tile has block_size 256, expected one of 128, 192"
 
 
-def test_reductions_over_rows_take_all_leading_dimensions_together(tall: Any) -> None:
+def test_reductions_over_rows_take_all_leading_dimensions_together(tall: Tall) -> None:
     a, b, c = tall
     want = OVER_ROWS(a, b, {"C": c})
     lead = (2, 3, TALL // 6)
@@ -377,7 +379,7 @@ def test_reductions_over_rows_take_all_leading_dimensions_together(tall: Any) ->
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_an_index_takes_leading_dimensions(tall: Any, kind: torch.dtype) -> None:
+def test_an_index_takes_leading_dimensions(tall: Tall, kind: torch.dtype) -> None:
     a, b, _ = tall
     y = torch.randint(N, (TALL,), generator=torch.Generator().manual_seed(2)).to(kind)
     y[::7] = -100
@@ -408,7 +410,7 @@ def test_an_index_takes_leading_dimensions(tall: Any, kind: torch.dtype) -> None
         ((1, 150), "logits: operand 'y' has shape (1, 150), expected (2, 150)"),
     ],
 )
-def test_wrong_shape_of_an_index(tall: Any, shape: tuple[int, ...], message: str) -> None:
+def test_wrong_shape_of_an_index(tall: Tall, shape: tuple[int, ...], message: str) -> None:
     a, b, _ = tall
     with pytest.raises(LaunchError) as error:
         LOGITS(a.reshape(2, 150, K), b, {"y": torch.zeros(shape, dtype=torch.int64)})
@@ -416,13 +418,13 @@ def test_wrong_shape_of_an_index(tall: Any, shape: tuple[int, ...], message: str
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bool])
-def test_an_index_must_be_of_integers(tall: Any, kind: torch.dtype) -> None:
+def test_an_index_must_be_of_integers(tall: Tall, kind: torch.dtype) -> None:
     a, b, _ = tall
     with pytest.raises(LaunchError, match="'y'"):
         LOGITS(a, b, {"y": torch.zeros(TALL, dtype=kind)})
 
 
-def test_raw_log_sum_exp_of_an_index_program(tall: Any) -> None:
+def test_raw_log_sum_exp_of_an_index_program(tall: Tall) -> None:
     a, b, _ = tall
     y = torch.zeros(TALL, dtype=torch.int64)
     raw = LOGITS(a, b, {"y": y}, block_size=128)
@@ -446,7 +448,7 @@ def of_every_kind(acc, y: ColIndex):
 OF_EVERY_KIND = ProgramFunction(of_every_kind, {"O": "float16"}, untuned)
 
 
-def face(t: torch.Tensor) -> tuple[Any, ...]:
+def face(t: torch.Tensor) -> tuple[object, ...]:
     strides = tuple(s for s, extent in zip(t.stride(), t.shape, strict=True) if extent > 1)
     return t.shape, t.dtype, t.device.type, strides
 
@@ -479,7 +481,7 @@ def test_no_rows_give_empty_results_and_the_identity_of_each_column() -> None:
     assert raw["g"].shape == raw["top"].shape == (N, 0)
 
 
-def test_a_refused_tile_gives_no_block_size(tall: Any) -> None:
+def test_a_refused_tile_gives_no_block_size(tall: Tall) -> None:
     a, b, c = tall
     refused = frozenset({"64x256 pp 2x1", "192x128 pp 1x2"})
     bound = ProgramFunction(over_rows, {}, untuned, refused=refused)
@@ -491,7 +493,7 @@ def test_a_refused_tile_gives_no_block_size(tall: Any) -> None:
     )
 
 
-def test_a_scalar_may_be_a_tensor_of_one_element(tensors: Any) -> None:
+def test_a_scalar_may_be_a_tensor_of_one_element(tensors: Given) -> None:
     a, b, operands = tensors
     want = RUN(a, b, {**operands, "beta": 0.75})
     for beta in (torch.tensor(0.75), torch.full((1,), 0.75)):
@@ -516,7 +518,7 @@ def accumulating(acc, r: ColVector):
     return {"X": acc * r, "s": acc}
 
 
-def test_what_is_added_to_is_updated_in_place_whatever_its_strides(tall: Any) -> None:
+def test_what_is_added_to_is_updated_in_place_whatever_its_strides(tall: Tall) -> None:
     a, b, held = tall
     r = torch.rand(TALL, generator=torch.Generator().manual_seed(3))
     add = ProgramFunction(accumulating, {"X": None, "s": "float32"}, untuned)

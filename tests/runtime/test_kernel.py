@@ -54,7 +54,7 @@ def make(folder: Path, name: str, program: str, tuned: dict | None = None) -> Ke
 
 
 @pytest.fixture
-def operands() -> dict[str, Any]:
+def operands() -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(5)
     m, n, k = 37, 208, 64
     return {
@@ -63,7 +63,7 @@ def operands() -> dict[str, Any]:
     }
 
 
-def test_outputs_in_spec_order_and_final(tmp_path: Path, operands: dict[str, Any]) -> None:
+def test_outputs_in_spec_order_and_final(tmp_path: Path, operands: dict[str, torch.Tensor]) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     d, o, s = kernel(*operands.values())
     a, b, c, gamma = (t.double() for t in operands.values())
@@ -74,7 +74,7 @@ def test_outputs_in_spec_order_and_final(tmp_path: Path, operands: dict[str, Any
     torch.testing.assert_close(s.double(), exact.square().mean(-1), rtol=1e-5, atol=0)
 
 
-def test_raw_partials_of_a_block_size(tmp_path: Path, operands: dict[str, Any]) -> None:
+def test_raw_partials_of_a_block_size(tmp_path: Path, operands: dict[str, torch.Tensor]) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     a, b, c, _ = (t.double() for t in operands.values())
     exact = (a @ b.T + c).square()
@@ -87,7 +87,9 @@ def test_raw_partials_of_a_block_size(tmp_path: Path, operands: dict[str, Any]) 
         kernel(**operands, block_size=100)
 
 
-def test_static_parameters_choose_the_program(tmp_path: Path, operands: dict[str, Any]) -> None:
+def test_static_parameters_choose_the_program(
+    tmp_path: Path, operands: dict[str, torch.Tensor]
+) -> None:
     kernel = make(tmp_path, "gemm_bias_act", BIAS)
     a, b, c = operands["A"], operands["B"], operands["C"]
     row = torch.randn(37, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -101,7 +103,7 @@ def test_static_parameters_choose_the_program(tmp_path: Path, operands: dict[str
         kernel(a, b, c, row, 0.5, 2.0)
 
 
-def test_wrong_arguments_are_named(tmp_path: Path, operands: dict[str, Any]) -> None:
+def test_wrong_arguments_are_named(tmp_path: Path, operands: dict[str, torch.Tensor]) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     values = list(operands.values())
     with pytest.raises(TypeError, match="input 'gamma' is missing"):
@@ -425,7 +427,7 @@ def gemm_accumulate__{_update}(acc, X: Tile, alpha: Scalar):
 
 @pytest.mark.parametrize("program", [ADDS, READS], ids=["adds", "reads"])
 def test_an_output_that_overwrites_an_input(
-    tmp_path: Path, program: str, operands: dict[str, Any]
+    tmp_path: Path, program: str, operands: dict[str, torch.Tensor]
 ) -> None:
     (tmp_path / "spec.md").write_text(IN_PLACE)
     (tmp_path / "kernel.py").write_text(program)
@@ -464,7 +466,7 @@ class Odd(torch.Tensor):
 
 
 def test_only_plain_tensors_pass_by_the_dispatcher(
-    tmp_path: Path, operands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, operands: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     a, b, c, gamma = operands.values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
+from coda_agent.agent.judge.records import Inputs
 from coda_agent.primitives import (
     AddTile,
     ColIndex,
@@ -76,7 +77,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
 
     made: list[Call] = []
 
-    def recorder(*_: Any, **__: Any) -> Any:
+    def recorder(*_: object, **__: object) -> Callable[..., None]:
         return lambda *arguments: made.append(arguments)
 
     compiled: Any = Mock(side_effect=recorder)
@@ -112,14 +113,14 @@ def given(
 
 
 def listed(
-    program: Program, a: Any, b: Any, operands: dict[str, Any], outputs: dict[str, Any]
-) -> tuple[list[Any], list[Any]]:
+    program: Program, a: object, b: object, operands: Inputs, outputs: Mapping[str, torch.Tensor]
+) -> tuple[list[object], list[torch.Tensor]]:
     """Inputs and outputs as a bound launch takes them."""
     inputs = [a, b, *(operands[o] for o in program.operands)]
     return inputs, [outputs[o] for o in program.outputs]
 
 
-def flat(x: Any, known: set[int]) -> list[Any]:
+def flat(x: object, known: set[int]) -> list[Any]:
     """What a call passes, in order; tensors as their layout, with the address if it is known."""
     if isinstance(x, tuple):
         return [z for y in x for z in flat(y, known)]
@@ -190,7 +191,7 @@ def test_a_launcher_that_was_set_sees_bound_launches(
     seen: list[tuple[str, bool]] = []
     real = launcher.get()
 
-    def telling(given: Arguments, *, run: bool = True) -> Any:
+    def telling(given: Arguments, *, run: bool = True) -> object:
         seen.append((given.program.name, run))
         return real(given, run=run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,12 +33,12 @@ class Odd(torch.Tensor):
     """A subclass of a tensor."""
 
 
-SAME: dict[str, Any] = {
+SAME: dict[str, Callable[..., tuple[Any, ...]]] = {
     "other data": lambda a, b, s, t, v: (a.clone(), b.clone(), s, t, v.clone()),
     "other numbers": lambda a, b, s, t, v: (a, b, -1.5, 3, v),
     "rows of a larger A": lambda a, b, s, t, v: (torch.cat([a, a])[:8], b, s, t, v),
 }
-OTHER: dict[str, Any] = {
+OTHER: dict[str, Callable[..., tuple[Any, ...]]] = {
     "rows": lambda a, b, s, t, v: (a[:4], b, s, t, v),
     "columns": lambda a, b, s, t, v: (a, b[:8], s, t, v[:8]),
     "a leading dimension": lambda a, b, s, t, v: (a[None], b, s, t, v),

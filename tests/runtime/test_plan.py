@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -69,7 +69,7 @@ class Launches:
         expected = [facts(t) for t in (a, b, *(operands[o] for o in program.operands))]
         shapes = {o: (t.shape, t.dtype) for o, t in outputs.items()}
 
-        def enqueue(inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+        def enqueue(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
             a, b, *rest = inputs
             given = dict(zip(program.operands, rest, strict=False))
             outputs = dict(zip(program.outputs, results, strict=True))
@@ -98,7 +98,9 @@ def made(program: Program = several) -> ProgramFunction:
     return ProgramFunction(program, {"O": None}, untuned)
 
 
-def given(seed: int = 0, m: int = M, lead: tuple[int, ...] = ()) -> tuple[Any, Any, dict[str, Any]]:
+def given(
+    seed: int = 0, m: int = M, lead: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     g = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -212,7 +214,7 @@ def test_no_rows_launch_nothing(launches: Launches) -> None:
 @pytest.mark.parametrize("change", [torch.clone, offset, spaced], ids=["as is", "offset", "spaced"])
 @pytest.mark.parametrize("lead", [(M,), (2, 12)], ids=str)
 def test_what_is_added_to_in_place_is_the_callers(
-    launches: Launches, change: Any, lead: tuple[int, ...]
+    launches: Launches, change: Callable[..., Any], lead: tuple[int, ...]
 ) -> None:
     a, b, operands = given(lead=lead)
     x = operands["C"]

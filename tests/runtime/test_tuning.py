@@ -7,11 +7,11 @@ import multiprocessing
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from coda_agent import generated
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
 from coda_agent.runtime import tuning
 from coda_agent.runtime.kernel import Kernel
@@ -28,13 +28,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tuned"
 
 
-def line(m: int, config: TileConfig = FIRST, **blocks: TileConfig) -> dict[str, Any]:
+def line(m: int, config: TileConfig = FIRST, **blocks: TileConfig) -> JsonObject:
     found = {name.removeprefix("b"): c.to_dict() for name, c in blocks.items()}
     shape = {"m": m, "n": 4096, "k": 4096}
     return {**shape, "config": config.to_dict(), "blocks": found, "median_us": 7.0}
 
 
-def lines(*found: dict[str, Any], gpu: str = GPU, dtype: str = "bfloat16") -> dict[str, Any]:
+def lines(*found: JsonObject, gpu: str = GPU, dtype: str = "bfloat16") -> JsonObject:
     return {gpu: {dtype: list(found)}}
 
 

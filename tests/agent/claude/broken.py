@@ -2,13 +2,12 @@
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
-from server import Reply, call, text
+from server import Edit, Reply, call, text
 
 
-def edited(where: int, **changes: Any) -> Callable[[list[Any]], list[Any]]:
+def edited(where: int, **changes: object) -> Edit:
     """The events with fields of one of them changed; a field that is ... is taken out."""
 
     def edit(events: list[Any]) -> list[Any]:
@@ -28,7 +27,7 @@ def edited(where: int, **changes: Any) -> Callable[[list[Any]], list[Any]]:
     return edit
 
 
-def moved(start: int, end: int, to: int) -> Callable[[list[Any]], list[Any]]:
+def moved(start: int, end: int, to: int) -> Edit:
     """The events with a slice of them elsewhere; `to` counts in what is left."""
     return lambda events: [
         *(rest := events[:start] + events[end:])[:to],
@@ -42,7 +41,7 @@ PAIR = Reply([text("First."), call("check", {"level": "static"}, "a")])
 START, TEXT, DELTA, CALL, INPUT, LAST, END = 0, 1, 2, 4, 5, 7, 8
 DEEP = '{"level": ' + "[" * 5000 + "]" * 5000 + "}"
 
-BROKEN: dict[str, Callable[[list[Any]], list[Any]]] = {
+BROKEN: dict[str, Edit] = {
     "nothing": lambda events: [],
     "no start": lambda events: events[1:],
     "two starts": lambda events: [events[0], *events],

@@ -25,6 +25,7 @@ import bench
 from coda_agent.agent import judge, log
 from coda_agent.agent.authors import Options
 from coda_agent.agent.budget import Budget
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import GitError, Workspace
 
@@ -97,7 +98,7 @@ def ended(where: Workspace) -> bool:
     return bool(found) and found[-1].type == "run.finished"
 
 
-def check(where: Workspace) -> dict[str, Any]:
+def check(where: Workspace) -> JsonObject:
     """What a finished run left: its commits, its program, and whether the log is whole."""
     events = bench.log_of(where)
     try:

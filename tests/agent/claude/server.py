@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from coda_agent.agent.judge.records import JsonObject
+
 MODEL = "claude-opus-5-5"
+Edit = Callable[[list[Any]], list[Any]]
 
 
 @dataclass
@@ -22,26 +25,26 @@ class Reply:
     is called before each event is sent; `edit` changes the events, and may put bytes in
     the place of one, or what is no object."""
 
-    content: list[dict[str, Any]] = field(default_factory=list)
+    content: list[JsonObject] = field(default_factory=list)
     stop_reason: str | None = "tool_use"
-    usage: dict[str, Any] = field(default_factory=dict)
-    details: dict[str, Any] | None = None
+    usage: JsonObject = field(default_factory=dict)
+    details: JsonObject | None = None
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
-    error: dict[str, Any] | bytes | None = None
+    error: JsonObject | bytes | None = None
     cut: int | None = None
     chunked: bool = True
     pings: int = 0
     before: Callable[[int], None] = lambda _: None
-    edit: Callable[[list[Any]], list[Any]] = lambda events: events
+    edit: Edit = lambda events: events
     model: str = MODEL
 
 
-def text(said: str) -> dict[str, Any]:
+def text(said: str) -> JsonObject:
     return {"type": "text", "text": said}
 
 
-def call(name: str, given: Any, id: str) -> dict[str, Any]:
+def call(name: str, given: object, id: str) -> JsonObject:
     return {"type": "tool_use", "id": id, "name": name, "input": given}
 
 
@@ -57,13 +60,13 @@ def events(reply: Reply, number: int) -> Iterator[bytes]:
         yield event if isinstance(event, bytes) else _encoded(event)
 
 
-def _encoded(event: Any) -> bytes:
+def _encoded(event: object) -> bytes:
     name = event.get("type") if isinstance(event, dict) else "odd"
     data = event if isinstance(event, str) else json.dumps(event)
     return f"event: {name}\ndata: {data}\n\n".encode()
 
 
-def _events(reply: Reply, number: int) -> Iterator[dict[str, Any]]:
+def _events(reply: Reply, number: int) -> Iterator[JsonObject]:
     used = {"input_tokens": 100, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
     used |= reply.usage
     start = {
@@ -79,7 +82,7 @@ def _events(reply: Reply, number: int) -> Iterator[dict[str, Any]]:
         yield _event("ping", {})
     for i, block in enumerate(reply.content):
         bare = dict(block)
-        deltas: list[dict[str, Any]] = []
+        deltas: list[JsonObject] = []
         if block["type"] == "text":
             bare["text"] = ""
             deltas = [{"type": "text_delta", "text": part} for part in _parts(block["text"])]
@@ -105,7 +108,7 @@ def _events(reply: Reply, number: int) -> Iterator[dict[str, Any]]:
     yield _event("message_stop", {})
 
 
-def _event(type: str, data: dict[str, Any]) -> dict[str, Any]:
+def _event(type: str, data: JsonObject) -> JsonObject:
     return {"type": type, **data}
 
 
@@ -119,7 +122,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, script: Callable[[dict[str, Any], int], Reply]) -> None:
+    def __init__(self, script: Callable[[JsonObject, int], Reply]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.bodies = script, list[bytes]()
         self.headers: list[dict[str, str]] = []
@@ -130,15 +133,18 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
-    def requests(self) -> list[dict[str, Any]]:
+    def requests(self) -> list[JsonObject]:
         return [json.loads(body) for body in self.bodies]
+
+
+Serve = Callable[..., Server]
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server  # type: ignore[assignment]
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
     def handle(self) -> None:
@@ -208,7 +214,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the client has had enough
         self.close_connection = self.close_connection or not reply.chunked
 
-    def _json(self, status: int, document: Any, headers: dict[str, str] | None = None) -> None:
+    def _json(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
         raw = document if isinstance(document, bytes) else json.dumps(document).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():

@@ -1,15 +1,15 @@
 """An answer made of the events of a stream: what the SDK makes of a good one, and no other."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from broken import BROKEN, LAST, PAIR, START, TEXT, edited
-from server import Reply, call, text
+from server import Edit, Reply, Serve, call, text
 from server import _events as stream
 
 from coda_agent.agent.authors.claude.answer import Answer, Broken
+from coda_agent.agent.judge.records import JsonObject
 
 THINKING = {"type": "thinking", "thinking": "Hm, ünïcode.", "signature": "c2ln"}
 REDACTED = {"type": "redacted_thinking", "data": "eA=="}
@@ -32,7 +32,7 @@ def read(events: list[Any], taken: set[str] | None = None) -> Answer:
     return answer
 
 
-def test_a_good_stream_is_what_the_sdk_makes_of_it(serve: Any) -> None:
+def test_a_good_stream_is_what_the_sdk_makes_of_it(serve: Serve) -> None:
     from anthropic import Anthropic
 
     compaction = {"type": "compaction", "content": None}
@@ -56,7 +56,7 @@ def test_a_good_stream_is_what_the_sdk_makes_of_it(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("edit", BROKEN.values(), ids=BROKEN)
-def test_what_makes_no_sense_is_broken(edit: Callable[[list[Any]], list[Any]]) -> None:
+def test_what_makes_no_sense_is_broken(edit: Edit) -> None:
     with pytest.raises(Broken):
         read(edit(list(stream(PAIR, 0)))).whole()
 
@@ -133,7 +133,7 @@ ZERO = {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
     ],
 )  # fmt: skip
 def test_a_bill_is_known_or_it_is_not(
-    start: dict[str, Any], end: dict[str, Any], used: dict[str, Any] | None
+    start: JsonObject, end: JsonObject, used: JsonObject | None
 ) -> None:
     events = list(stream(PAIR, 0))
     events[START]["message"]["usage"], events[LAST]["usage"] = start, end

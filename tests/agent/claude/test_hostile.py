@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from bench import author, generate, log_of, resume, spent_usd, types
 from broken import BROKEN, PAIR
-from server import Reply, call, error, text
+from server import Reply, Serve, call, error, text
 from test_loop import WHOLE, Clock, accepted, results
 
 from coda_agent.agent.authors.claude import Options, client
 from coda_agent.agent.authors.claude.client import Stopped, retry_after
 from coda_agent.agent.budget import Budget
+from coda_agent.agent.judge.records import JsonObject
+from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
 RICH = Budget(usd=1e6, tokens=10**12, steps=1000)
@@ -31,13 +33,13 @@ def clock() -> Clock:
     return Clock()
 
 
-def failures(where: Any) -> list[dict[str, Any]]:
+def failures(where: Workspace) -> list[JsonObject]:
     return [event.data for event in log_of(where) if event.type == "request.failed"]
 
 
 @pytest.mark.parametrize("fallback", [None, "claude-sonnet-5-5"], ids=["alone", "fallback"])
 def test_nonsense_is_asked_again_and_not_acted_on(
-    where: Any, serve: Any, clock: Clock, fallback: str | None
+    where: Workspace, serve: Serve, clock: Clock, fallback: str | None
 ) -> None:
     """Each in turn before a good answer; with a fallback the SDK's middleware reads it first."""
     edits = [
@@ -61,7 +63,7 @@ def test_nonsense_is_asked_again_and_not_acted_on(
     assert started == [block["id"] for r in good for block in r.content if "id" in block]
 
 
-def test_a_run_stopped_by_nonsense_resumes(where: Any, serve: Any, clock: Clock) -> None:
+def test_a_run_stopped_by_nonsense_resumes(where: Workspace, serve: Serve, clock: Clock) -> None:
     anonymous = Reply(PAIR.content, edit=BROKEN["a call without an id"])
     serve(lambda body, number: WHOLE[0] if not number else anonymous)
     with pytest.raises(Stopped, match=r"content\.1\.tool_use\.id: Field required"):
@@ -87,13 +89,13 @@ def test_a_time_that_is_none_is_no_time_to_wait(wait: str) -> None:
         assert wait_s is not None and 1.5 <= wait_s <= 2.0
 
 
-def test_a_negative_wait_is_none(where: Any, serve: Any, clock: Clock) -> None:
+def test_a_negative_wait_is_none(where: Workspace, serve: Serve, clock: Clock) -> None:
     serve([error(429, "rate_limit_error", retry_after="-5"), *WHOLE])
     accepted(where, generate(where, author(clock=clock, sleep=clock.sleep)))
     assert [0.375 <= s <= 0.5 for s in clock.slept] == [True] and len(failures(where)) == 1
 
 
-def test_errors_that_make_no_sense_are_errors(where: Any, serve: Any, clock: Clock) -> None:
+def test_errors_that_make_no_sense_are_errors(where: Workspace, serve: Serve, clock: Clock) -> None:
     bodies = [b"[]", b"null", b'{"error": 5}', b"<html>", b"[" * 9999, b"\xff"]
     serve([*(Reply(status=503, error=body) for body in bodies), *WHOLE])
     accepted(where, generate(where, author(clock=clock, sleep=clock.sleep)))
@@ -101,7 +103,7 @@ def test_errors_that_make_no_sense_are_errors(where: Any, serve: Any, clock: Clo
 
 
 def test_an_answer_without_end_is_cut_off(
-    where: Any, serve: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    where: Workspace, serve: Serve, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "LARGEST", 100_000)
     endless = Reply(edit=lambda events: [events[0], *[b"x" * 1000] * 200])
@@ -112,11 +114,11 @@ def test_an_answer_without_end_is_cut_off(
 
 
 def test_an_answer_whose_bill_makes_no_sense_costs_what_was_reserved(
-    where: Any, serve: Any
+    where: Workspace, serve: Serve
 ) -> None:
     """By the prices of the list: 20,000 tokens out, and what was sent, written for an hour."""
     priced = {"model": "claude-next", "input_tokens": 5, "output_tokens": 5}
-    usages: list[dict[str, Any]] = [
+    usages: list[JsonObject] = [
         {"input_tokens": None}, {"output_tokens": None}, {"input_tokens": -(10**8)},
         {"output_tokens": -(10**8)}, {"cache_read_input_tokens": -(10**8)},
         {"output_tokens": 10**400}, {"iterations": [priced]},
@@ -136,7 +138,9 @@ def test_an_answer_whose_bill_makes_no_sense_costs_what_was_reserved(
     assert spent_usd(where) == pytest.approx(sum(reserved), abs=1e-3)
 
 
-def test_a_server_that_never_says_what_it_costs_ends_by_the_budget(where: Any, serve: Any) -> None:
+def test_a_server_that_never_says_what_it_costs_ends_by_the_budget(
+    where: Workspace, serve: Serve
+) -> None:
     reply = Reply(usage={"output_tokens": None})
     server = serve(lambda _, n: Reply([call("list_demos", {}, f"d{n}")], usage=reply.usage))
     outcome = generate(where, author(Options(budget=Budget(usd=3.0))))
@@ -144,14 +148,14 @@ def test_a_server_that_never_says_what_it_costs_ends_by_the_budget(where: Any, s
     assert 2.0 < spent_usd(where) <= 3.0
 
 
-def test_a_pause_for_ever_is_idle(where: Any, serve: Any) -> None:
+def test_a_pause_for_ever_is_idle(where: Workspace, serve: Serve) -> None:
     server = serve(lambda _, number: Reply([text("Wait.")], stop_reason="pause_turn"))
     outcome = generate(where, author(Options(budget=RICH)))
     assert not outcome.passed and "3 turns without a call" in str(outcome.reason)
     assert len(server.bodies) == 4
 
 
-def test_a_call_runs_only_where_the_turn_stopped_for_it(where: Any, serve: Any) -> None:
+def test_a_call_runs_only_where_the_turn_stopped_for_it(where: Workspace, serve: Serve) -> None:
     """Each has a result: a request with a call and none is refused by the API, and so would be
     each resume."""
     reasons = ["end_turn", "pause_turn", "guardrail"]
@@ -165,7 +169,9 @@ def test_a_call_runs_only_where_the_turn_stopped_for_it(where: Any, serve: Any) 
         assert result["is_error"] and f"cut off ({why})" in result["content"]
 
 
-def test_an_input_as_deep_as_the_parser_lets_through_is_logged(where: Any, serve: Any) -> None:
+def test_an_input_as_deep_as_the_parser_lets_through_is_logged(
+    where: Workspace, serve: Serve
+) -> None:
     deep: Any = "static"
     for _ in range(190):
         deep = {"level": deep}
@@ -176,7 +182,7 @@ def test_an_input_as_deep_as_the_parser_lets_through_is_logged(where: Any, serve
     assert server.requests()[1]["messages"][1]["content"][0]["input"] == deep
 
 
-def test_a_refusal_with_a_call_runs_nothing_and_resumes(where: Any, serve: Any) -> None:
+def test_a_refusal_with_a_call_runs_nothing_and_resumes(where: Workspace, serve: Serve) -> None:
     serve([Reply([call("submit", {}, "p")], stop_reason="refusal")])
     with pytest.raises(Stopped, match="refused: no reason given"):
         generate(where, author())
@@ -185,7 +191,7 @@ def test_a_refusal_with_a_call_runs_nothing_and_resumes(where: Any, serve: Any) 
     accepted(where, resume(where, author()))
 
 
-def test_ids_that_begin_anew_with_each_turn_are_told_apart(where: Any, serve: Any) -> None:
+def test_ids_that_begin_anew_with_each_turn_are_told_apart(where: Workspace, serve: Serve) -> None:
     replies = [
         Reply([{**block, "id": "call_0"} for block in r.content if "id" in block]) for r in WHOLE
     ]
@@ -209,7 +215,7 @@ INFO = {"type": "model", "id": "m", "display_name": "M", "lifecycle": "active"}
     ids=["wrong", "absurd"],
 )
 def test_a_model_of_which_nonsense_is_said_is_called_as_usual(
-    where: Any, serve: Any, info: Any
+    where: Workspace, serve: Serve, info: Any
 ) -> None:
     server = serve(WHOLE)
     server.infos = [(200, info)]
@@ -219,7 +225,7 @@ def test_a_model_of_which_nonsense_is_said_is_called_as_usual(
     assert first["context_management"]["edits"][0]["trigger"]["value"] == 120_000
 
 
-def test_what_a_model_cannot_do_is_not_asked_of_it(where: Any, serve: Any) -> None:
+def test_what_a_model_cannot_do_is_not_asked_of_it(where: Workspace, serve: Serve) -> None:
     no = {"supported": False}
     can = {
         "effort": no,
@@ -235,7 +241,7 @@ def test_what_a_model_cannot_do_is_not_asked_of_it(where: Any, serve: Any) -> No
 
 
 def test_the_question_about_the_model_is_under_the_same_policy(
-    where: Any, serve: Any, clock: Clock
+    where: Workspace, serve: Serve, clock: Clock
 ) -> None:
     """Nonsense is asked again, and a wait of a year is a clean stop."""
     busy = {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}
@@ -249,7 +255,7 @@ def test_the_question_about_the_model_is_under_the_same_policy(
     accepted(where, resume(where, author(clock=clock, sleep=clock.sleep)))
 
 
-def test_a_list_of_models_that_makes_no_sense_is_not_named(where: Any, serve: Any) -> None:
+def test_a_list_of_models_that_makes_no_sense_is_not_named(where: Workspace, serve: Serve) -> None:
     server = serve([])
     server.models = {"data": 5}
     with pytest.raises(CodaError) as caught:

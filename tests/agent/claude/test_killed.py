@@ -7,11 +7,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench import KEY, RIGHT, WRONG
-from server import Reply, call
+from server import Reply, Serve, call
+
+from coda_agent.agent.judge.records import JsonObject
 
 STEPS = [
     ("write_candidate", {"text": WRONG}),
@@ -23,7 +24,7 @@ STEPS = [
 KILLS = 200
 
 
-def script(body: dict[str, Any], number: int) -> Reply:
+def script(body: JsonObject, number: int) -> Reply:
     """The next step whose result is not there yet; what was interrupted is done again."""
     blocks = [b for m in body["messages"] if m["role"] == "user" for b in m["content"]]
     good = sum(b["type"] == "tool_result" and not b.get("is_error") for b in blocks)
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_two_hundred_kills_end_in_the_same_commit(serve: Any, folder: Path) -> None:
+def test_two_hundred_kills_end_in_the_same_commit(serve: Serve, folder: Path) -> None:
     server = serve(script)
     server.keep = False
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANTHROPIC_API_KEY": KEY}

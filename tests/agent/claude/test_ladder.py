@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from bench import SPECS, log_of, run_of
-from server import Reply, call, error
+from server import Reply, Serve, Server, call, error
 
 from coda_agent.agent import authors, pipeline
-from coda_agent.agent.authors import Options
+from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.client import Stopped
 from coda_agent.agent.events import AuthorStarted, Responded
 from coda_agent.agent.workspace import Workspace
@@ -21,10 +21,10 @@ HAIKU, SONNET = "claude-haiku-5-5", "claude-sonnet-5-5"
 
 
 @pytest.fixture
-def served(serve: Any) -> Any:
+def served(serve: Serve) -> Serve:
     """A server of every model, whose script may ask which one is called."""
 
-    def start(script: Any) -> Any:
+    def start(script: Any) -> Server:
         made = serve(lambda body, number: replace(script(body, number), model=body["model"]))
         made.model = None
         return made
@@ -32,15 +32,15 @@ def served(serve: Any) -> Any:
     return start
 
 
-def made(where: Workspace, **options: Any) -> Any:
+def made(where: Workspace, **options: Any) -> Author:
     return authors.make("ladder", Options(**options), where)
 
 
-def climb(where: Workspace, who: Any, spec: Path = MAXOUT) -> pipeline.Outcome:
+def climb(where: Workspace, who: Author, spec: Path = MAXOUT) -> pipeline.Outcome:
     return pipeline.generate(where, spec, who, lambda *_: None, device="cpu")
 
 
-def test_what_the_composer_writes_costs_nothing(where: Workspace, served: Any) -> None:
+def test_what_the_composer_writes_costs_nothing(where: Workspace, served: Serve) -> None:
     server = served(lambda *_: pytest.fail("a model was asked"))
     outcome = climb(where, made(where), SPECS / "gemm_swiglu.md")
     assert outcome.passed and not server.bodies and outcome.cost == ""
@@ -48,7 +48,7 @@ def test_what_the_composer_writes_costs_nothing(where: Workspace, served: Any) -
 
 
 def test_a_stronger_model_goes_on_from_what_a_weaker_one_left(
-    where: Workspace, served: Any
+    where: Workspace, served: Serve
 ) -> None:
     """Haiku has a candidate that fails, and gives up; Sonnet is shown it, and solves the spec."""
     solution = SOLUTION.read_text("utf-8")
@@ -77,13 +77,13 @@ def test_a_stronger_model_goes_on_from_what_a_weaker_one_left(
     assert writers == ["ladder", "composer", f"claude:{HAIKU}", f"claude:{SONNET}"]
 
 
-def test_the_last_one_to_give_up_ends_the_run(where: Workspace, served: Any) -> None:
+def test_the_last_one_to_give_up_ends_the_run(where: Workspace, served: Serve) -> None:
     served(lambda _, number: Reply([call("give_up", {"reason": f"no {number}"}, "a")]))
     outcome = climb(where, made(where, models=(HAIKU,), samples=2))
     assert (outcome.passed, outcome.reason) == (False, "gave up: no 1")
 
 
-def test_a_model_that_refuses_leaves_the_run_to_the_next(where: Workspace, served: Any) -> None:
+def test_a_model_that_refuses_leaves_the_run_to_the_next(where: Workspace, served: Serve) -> None:
     refusal = Reply([], stop_reason="refusal", details={"type": "refusal", "category": "x"})
     give_up = Reply([call("give_up", {"reason": "too hard"}, "a")])
     server = served(lambda _, number: [refusal, give_up][number])
@@ -94,7 +94,7 @@ def test_a_model_that_refuses_leaves_the_run_to_the_next(where: Workspace, serve
         climb(where, made(where, models=(HAIKU,)), SPECS / "catalogue" / "gemm_probit.md")
 
 
-def test_an_interrupted_climb_goes_on_with_its_rung(where: Workspace, served: Any) -> None:
+def test_an_interrupted_climb_goes_on_with_its_rung(where: Workspace, served: Serve) -> None:
     solution = SOLUTION.read_text("utf-8")
     give_up = Reply([call("give_up", {"reason": "too hard"}, "a")])
     write = Reply([call("write_candidate", {"text": solution}, "b")])
@@ -111,7 +111,7 @@ def test_an_interrupted_climb_goes_on_with_its_rung(where: Workspace, served: An
     assert where.kernel("gemm_maxout").evidence.author == f"claude:{SONNET}"
 
 
-def test_each_rung_has_its_share(where: Workspace, served: Any) -> None:
+def test_each_rung_has_its_share(where: Workspace, served: Serve) -> None:
     """What is left is shared by the conversations to come, and no more than all of it is spent."""
     pages = Reply([call("list_demos", {}, "d")], usage={"output_tokens": 4000})
     server = served(
@@ -128,7 +128,7 @@ def test_each_rung_has_its_share(where: Workspace, served: Any) -> None:
     assert len(server.requests()) > 10
 
 
-def test_a_ladder_of_an_unknown_model_is_refused_at_once(where: Workspace, served: Any) -> None:
+def test_a_ladder_of_an_unknown_model_is_refused_at_once(where: Workspace, served: Serve) -> None:
     served(lambda *_: None)
     with pytest.raises(CodaError, match="use claude-sonnet-5-5"):
         made(where, models=("claude-sonnet-3",))

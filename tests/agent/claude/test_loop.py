@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from bench import KEY, RIGHT, WRONG, author, generate, log_of, resume, run_of, spent_usd, types
-from server import MODEL, Reply, call, error, text
+from server import MODEL, Reply, Serve, call, error, text
 
 from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.authors import Options
@@ -25,9 +25,11 @@ from coda_agent.agent.authors.claude.client import Stopped
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.budget import PRICES, Budget, Prices, tokens
 from coda_agent.agent.events import Requested, Responded, RunResumed
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
+from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
 WRITE_WRONG = Reply([text("First."), call("write_candidate", {"text": WRONG}, "w1")])
@@ -65,19 +67,19 @@ def clock() -> Clock:
     return Clock()
 
 
-def results(request: dict[str, Any]) -> list[dict[str, Any]]:
+def results(request: JsonObject) -> list[JsonObject]:
     """The tool results of a request's last message."""
     return [block for block in request["messages"][-1]["content"] if block["type"] == "tool_result"]
 
 
-def commits(where: workspace.Workspace) -> int:
+def commits(where: Workspace) -> int:
     try:
         return int(where.git("rev-list", "--count", "HEAD"))
     except workspace.GitError:
         return 0
 
 
-def accepted(where: workspace.Workspace, outcome: pipeline.Outcome) -> None:
+def accepted(where: Workspace, outcome: pipeline.Outcome) -> None:
     """One commit, of the right program, and a log that tells it."""
     assert outcome.passed and outcome.level == "proved" and outcome.commit
     assert commits(where) == 1
@@ -88,7 +90,7 @@ def accepted(where: workspace.Workspace, outcome: pipeline.Outcome) -> None:
     assert [event.seq for event in log_of(where)] == list(range(len(log_of(where))))
 
 
-def test_a_run_from_spec_to_commit(where: workspace.Workspace, serve: Any) -> None:
+def test_a_run_from_spec_to_commit(where: Workspace, serve: Serve) -> None:
     server = serve(WHOLE)
     outcome = generate(where, author())
     accepted(where, outcome)
@@ -106,7 +108,7 @@ def test_a_run_from_spec_to_commit(where: workspace.Workspace, serve: Any) -> No
     assert "passed (proved)" in results(sent[4])[0]["content"]
 
 
-def test_the_prefix_is_byte_stable(where: workspace.Workspace, serve: Any) -> None:
+def test_the_prefix_is_byte_stable(where: Workspace, serve: Serve) -> None:
     """Each request starts with all bytes of the one before it, up to the end of its messages."""
     thinking = {"type": "thinking", "thinking": "Hm, ünïcode.", "signature": "c2ln"}
     replies = [replace(WHOLE[0], content=[thinking, *WHOLE[0].content]), *WHOLE[1:]]
@@ -127,7 +129,7 @@ def test_the_prefix_is_byte_stable(where: workspace.Workspace, serve: Any) -> No
     assert sent[1]["messages"][1]["content"][0] == thinking
 
 
-def test_cost_is_the_usage_blocks_to_the_cent(where: workspace.Workspace, serve: Any) -> None:
+def test_cost_is_the_usage_blocks_to_the_cent(where: Workspace, serve: Serve) -> None:
     usages = [
         {"input_tokens": 12, "cache_creation_input_tokens": 30_000, "output_tokens": 900,
          "cache_creation": {"ephemeral_1h_input_tokens": 29_000, "ephemeral_5m_input_tokens": 1000}},
@@ -154,7 +156,7 @@ def test_cost_is_the_usage_blocks_to_the_cent(where: workspace.Workspace, serve:
     assert abs(Decimal(spent_usd(where)) - sum(expected)) < Decimal("0.0000001")
 
 
-def test_429_without_retry_after_backs_off(where: Any, serve: Any, clock: Clock) -> None:
+def test_429_without_retry_after_backs_off(where: Workspace, serve: Serve, clock: Clock) -> None:
     server = serve([WHOLE[0], *[error(429, "rate_limit_error")] * 3, *WHOLE[1:]])
     accepted(where, generate(where, author(clock=clock, sleep=clock.sleep)))
     assert [0.375 * 2**i <= s <= 0.5 * 2**i for i, s in enumerate(clock.slept)] == [True] * 3
@@ -163,7 +165,7 @@ def test_429_without_retry_after_backs_off(where: Any, serve: Any, clock: Clock)
     assert [round(f["wait_s"], 6) for f in failed] == [round(s, 6) for s in clock.slept]
 
 
-def test_429_with_retry_after_is_obeyed(where: Any, serve: Any, clock: Clock) -> None:
+def test_429_with_retry_after_is_obeyed(where: Workspace, serve: Serve, clock: Clock) -> None:
     serve([error(429, "rate_limit_error", retry_after="97"), *WHOLE])
     accepted(where, generate(where, author(clock=clock, sleep=clock.sleep)))
     assert clock.slept == [97.0]
@@ -171,7 +173,7 @@ def test_429_with_retry_after_is_obeyed(where: Any, serve: Any, clock: Clock) ->
 
 @pytest.mark.parametrize(("status", "kind"), [(500, "api_error"), (529, "overloaded_error")])
 def test_a_server_in_trouble_is_asked_again(
-    where: Any, serve: Any, clock: Clock, status: int, kind: str
+    where: Workspace, serve: Serve, clock: Clock, status: int, kind: str
 ) -> None:
     serve([WHOLE[0], error(status, kind), *WHOLE[1:]])
     accepted(where, generate(where, author(clock=clock, sleep=clock.sleep)))
@@ -179,7 +181,7 @@ def test_a_server_in_trouble_is_asked_again(
 
 
 def test_a_server_that_stays_down_is_a_clean_stop_and_resumes(
-    where: Any, serve: Any, clock: Clock
+    where: Workspace, serve: Serve, clock: Clock
 ) -> None:
     serve(lambda body, number: WHOLE[number] if number < 2 else error(529, "overloaded_error"))
     with pytest.raises(Stopped, match="the model did not answer"):
@@ -193,7 +195,7 @@ def test_a_server_that_stays_down_is_a_clean_stop_and_resumes(
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["broken", "closed"])
 def test_a_stream_cut_in_a_tool_call_is_asked_again_and_not_run(
-    where: Any, serve: Any, clock: Clock, chunked: bool
+    where: Workspace, serve: Serve, clock: Clock, chunked: bool
 ) -> None:
     from server import events
 
@@ -207,7 +209,9 @@ def test_a_stream_cut_in_a_tool_call_is_asked_again_and_not_run(
     assert failed[0]["usd"] > Decimal(100 * 4) / 10**6  # the prompt, and some of the answer
 
 
-def test_an_error_inside_a_stream_is_asked_again(where: Any, serve: Any, clock: Clock) -> None:
+def test_an_error_inside_a_stream_is_asked_again(
+    where: Workspace, serve: Serve, clock: Clock
+) -> None:
     class Overloaded(Reply):
         pass
 
@@ -228,7 +232,7 @@ def test_an_error_inside_a_stream_is_asked_again(where: Any, serve: Any, clock: 
     )
 
 
-def test_malformed_tool_input_is_asked_again(where: Any, serve: Any, clock: Clock) -> None:
+def test_malformed_tool_input_is_asked_again(where: Workspace, serve: Serve, clock: Clock) -> None:
     broken = Reply([call("check", '{"level": "static" oops', "c0")])
     listed = Reply([call("check", '["static"]', "c0")])
     serve([*WHOLE[:1], broken, listed, *WHOLE[1:]])
@@ -236,7 +240,7 @@ def test_malformed_tool_input_is_asked_again(where: Any, serve: Any, clock: Cloc
     assert types(where, "request.failed") == ["request.failed"] * 2
 
 
-def test_input_that_does_not_fit_is_an_error_result(where: Any, serve: Any) -> None:
+def test_input_that_does_not_fit_is_an_error_result(where: Workspace, serve: Serve) -> None:
     calls = [call("check", {"level": "deep"}, "a"), call("check", {"lvl": "static"}, "b")]
     server = serve([Reply(calls), *WHOLE])
     accepted(where, generate(where, author()))
@@ -245,14 +249,14 @@ def test_input_that_does_not_fit_is_an_error_result(where: Any, serve: Any) -> N
     assert second["is_error"] and "lvl: Extra inputs are not permitted" in second["content"]
 
 
-def test_an_unknown_tool_is_an_error_result(where: Any, serve: Any) -> None:
+def test_an_unknown_tool_is_an_error_result(where: Workspace, serve: Serve) -> None:
     server = serve([Reply([call("chek", {}, "a")]), *WHOLE])
     accepted(where, generate(where, author()))
     (result,) = results(server.requests()[1])
     assert result["is_error"] and "no tool named 'chek' (did you mean check?)" in result["content"]
 
 
-def test_a_refusal_is_a_clean_stop_and_resumes(where: Any, serve: Any) -> None:
+def test_a_refusal_is_a_clean_stop_and_resumes(where: Workspace, serve: Serve) -> None:
     details = {"type": "refusal", "category": "cyber", "explanation": "looks like malware"}
     refusal = Reply([text("I")], stop_reason="refusal", details=details)
     serve([WHOLE[0], refusal])
@@ -263,10 +267,10 @@ def test_a_refusal_is_a_clean_stop_and_resumes(where: Any, serve: Any) -> None:
     assert server.requests()[0]["messages"][-1]["role"] == "user"  # the refusal is not in it
 
 
-def test_a_refusal_goes_to_the_fallback(where: Any, serve: Any) -> None:
+def test_a_refusal_goes_to_the_fallback(where: Workspace, serve: Serve) -> None:
     refusal = Reply([], stop_reason="refusal", details={"type": "refusal", "category": None})
 
-    def script(body: dict[str, Any], number: int) -> Reply:
+    def script(body: JsonObject, number: int) -> Reply:
         if body["model"] == MODEL and len(body["messages"]) == 3:
             return refusal
         done = sum(message["role"] == "assistant" for message in body["messages"])
@@ -278,7 +282,7 @@ def test_a_refusal_goes_to_the_fallback(where: Any, serve: Any) -> None:
     assert models == [MODEL, MODEL, "claude-sonnet-5-5", MODEL, MODEL, MODEL]
 
 
-def test_max_tokens_inside_a_tool_call_runs_nothing(where: Any, serve: Any) -> None:
+def test_max_tokens_inside_a_tool_call_runs_nothing(where: Workspace, serve: Serve) -> None:
     """The first of two calls is complete, but the turn was cut: neither is run."""
     cut = Reply(
         [call("write_candidate", {"text": WRONG}, "a"), call("submit", "{", "b")],
@@ -291,7 +295,7 @@ def test_max_tokens_inside_a_tool_call_runs_nothing(where: Any, serve: Any) -> N
     assert types(where).index("tool.started") > types(where).index("turn")
 
 
-def test_unsigned_thinking_and_empty_text_are_not_sent_back(where: Any, serve: Any) -> None:
+def test_unsigned_thinking_and_empty_text_are_not_sent_back(where: Workspace, serve: Serve) -> None:
     cut = Reply([text(""), {"type": "thinking", "thinking": "Hm"}], stop_reason="max_tokens")
     server = serve([cut, *WHOLE])
     accepted(where, generate(where, author()))
@@ -299,7 +303,7 @@ def test_unsigned_thinking_and_empty_text_are_not_sent_back(where: Any, serve: A
     assert roles == ["user", "user"]
 
 
-def test_a_full_context_is_compacted_by_the_server(where: Any, serve: Any) -> None:
+def test_a_full_context_is_compacted_by_the_server(where: Workspace, serve: Serve) -> None:
     full = Reply([text("so far")], stop_reason="model_context_window_exceeded")
     compaction = {"type": "compaction", "content": "what was done so far"}
     compacted = replace(WHOLE[0], content=[compaction, *WHOLE[0].content])
@@ -311,14 +315,16 @@ def test_a_full_context_is_compacted_by_the_server(where: Any, serve: Any) -> No
     assert sent[2]["messages"][3]["content"][0] == compaction
 
 
-def test_a_context_that_stays_full_is_a_clean_end(where: Any, serve: Any) -> None:
+def test_a_context_that_stays_full_is_a_clean_end(where: Workspace, serve: Serve) -> None:
     full = Reply([text("so far")], stop_reason="model_context_window_exceeded")
     serve([WHOLE[0], full, full])
     outcome = generate(where, author())
     assert not outcome.passed and outcome.reason and "context window is full" in outcome.reason
 
 
-def test_two_calls_at_once_are_run_in_order_and_answered_together(where: Any, serve: Any) -> None:
+def test_two_calls_at_once_are_run_in_order_and_answered_together(
+    where: Workspace, serve: Serve
+) -> None:
     both = Reply(
         [call("write_candidate", {"text": RIGHT}, "a"), call("check", {"level": "static"}, "b")]
     )
@@ -328,7 +334,9 @@ def test_two_calls_at_once_are_run_in_order_and_answered_together(where: Any, se
     assert "passed" in results(server.requests()[1])[1]["content"]
 
 
-def test_a_stall_of_forty_minutes_is_asked_again(where: Any, serve: Any, clock: Clock) -> None:
+def test_a_stall_of_forty_minutes_is_asked_again(
+    where: Workspace, serve: Serve, clock: Clock
+) -> None:
     """The server pings, so that the connection is alive, and says nothing."""
 
     def stall(number: int) -> None:
@@ -341,7 +349,9 @@ def test_a_stall_of_forty_minutes_is_asked_again(where: Any, serve: Any, clock: 
     assert "no answer before the deadline" in failed["error"]
 
 
-def test_a_spend_limit_is_a_clean_stop_and_resumes(where: Any, serve: Any, clock: Clock) -> None:
+def test_a_spend_limit_is_a_clean_stop_and_resumes(
+    where: Workspace, serve: Serve, clock: Clock
+) -> None:
     limit = error(
         429, "rate_limit_error", "You have reached your limit.",
         details={"error_code": "enforced_spend_limit_reached"},
@@ -355,7 +365,7 @@ def test_a_spend_limit_is_a_clean_stop_and_resumes(where: Any, serve: Any, clock
 
 
 def test_attempts_that_fail_are_paid_from_the_same_budget(
-    where: Any, serve: Any, clock: Clock
+    where: Workspace, serve: Serve, clock: Clock
 ) -> None:
     """Streams that break after a costly prompt: no attempt is made that might not be paid for."""
     usage = {
@@ -372,7 +382,7 @@ def test_attempts_that_fail_are_paid_from_the_same_budget(
 
 
 def test_a_call_that_nobody_saw_answered_is_taken_to_have_cost_the_worst(
-    where: Any, serve: Any
+    where: Workspace, serve: Serve
 ) -> None:
     serve(WHOLE)
     generate(where, author())
@@ -386,7 +396,7 @@ def test_a_call_that_nobody_saw_answered_is_taken_to_have_cost_the_worst(
         assert state.spent.usd == pytest.approx(before + reserved)
 
 
-def test_the_worst_case_covers_a_fallback_and_a_summary(serve: Any) -> None:
+def test_the_worst_case_covers_a_fallback_and_a_summary(serve: Serve) -> None:
     serve([])
     who = author(Options(fallback="claude-sonnet-5-5"))
     talk, state = Conversation(), RunState(time=datetime.now(UTC))
@@ -422,7 +432,7 @@ class Thinker:
     def __init__(self) -> None:
         self.cached, self.prompt = 0, 7000
 
-    def __call__(self, body: dict[str, Any], number: int) -> Reply:
+    def __call__(self, body: JsonObject, number: int) -> Reply:
         """The prompt is the one before, the answer to it and its results."""
         results = json.dumps(body["messages"][-1]["content"], ensure_ascii=False)
         most, prompt = body["max_tokens"], self.prompt + len(results) // 4
@@ -445,7 +455,7 @@ class Thinker:
 @pytest.mark.parametrize("cap", [1.0, 3.0])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.one_in(3)
-def test_a_model_can_use_its_cap(where: Any, serve: Any, model: str, cap: float) -> None:
+def test_a_model_can_use_its_cap(where: Workspace, serve: Serve, model: str, cap: float) -> None:
     """Nine tenths at least and never more, up to a last turn that it is told of."""
     server = serve(Thinker())
     server.model = model
@@ -459,13 +469,13 @@ def test_a_model_can_use_its_cap(where: Any, serve: Any, model: str, cap: float)
     assert types(where, "limit") == ["limit"]
 
 
-def test_a_budget_too_small_for_two_calls_spends_nothing(where: Any, serve: Any) -> None:
+def test_a_budget_too_small_for_two_calls_spends_nothing(where: Workspace, serve: Serve) -> None:
     server = serve(WHOLE)
     outcome = generate(where, author(Options(budget=Budget(usd=0.2))))
     assert not outcome.passed and server.bodies == []
 
 
-def test_the_last_turn_may_submit_and_nothing_else(where: Any, serve: Any) -> None:
+def test_the_last_turn_may_submit_and_nothing_else(where: Workspace, serve: Serve) -> None:
     last = Reply([call("list_demos", {}, "x"), call("submit", {}, "s")])
     server = serve([WRITE, last])
     accepted(where, generate(where, author(Options(budget=Budget(steps=2)))))
@@ -475,7 +485,7 @@ def test_the_last_turn_may_submit_and_nothing_else(where: Any, serve: Any) -> No
     assert refused[0]["text"] == "not run: the last turn"
 
 
-def test_the_best_candidate_outlives_the_budget(where: Any, serve: Any) -> None:
+def test_the_best_candidate_outlives_the_budget(where: Workspace, serve: Serve) -> None:
     serve([WRITE, CHECK_2, WRITE_WRONG, CHECK_1])
     outcome = generate(where, author(Options(budget=Budget(steps=4))))
     assert outcome.reason == "budget: 4 steps"
@@ -497,9 +507,9 @@ def test_the_best_candidate_outlives_the_budget(where: Any, serve: Any) -> None:
     ],
 )  # fmt: skip
 def test_every_budget_ends_cleanly(
-    where: Any, serve: Any, budget: Budget, reply: Reply, why: str
+    where: Workspace, serve: Serve, budget: Budget, reply: Reply, why: str
 ) -> None:
-    def script(body: dict[str, Any], number: int) -> Reply:
+    def script(body: JsonObject, number: int) -> Reply:
         blocks = [
             {**block, "id": f"t{number}"} if "id" in block else block for block in reply.content
         ]
@@ -511,14 +521,14 @@ def test_every_budget_ends_cleanly(
     assert types(where)[-1] == "run.finished"
 
 
-def test_giving_up_ends_the_run(where: Any, serve: Any) -> None:
+def test_giving_up_ends_the_run(where: Workspace, serve: Serve) -> None:
     serve([Reply([call("give_up", {"reason": "needs two GEMMs"}, "g")])])
     outcome = generate(where, author())
     assert (outcome.passed, outcome.reason) == (False, "gave up: needs two GEMMs")
 
 
 def test_the_key_is_nowhere_but_in_the_request(
-    where: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+    where: Workspace, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither an error that quotes it, nor an author that repeats it, brings it to disk or to a
     child process."""
@@ -546,7 +556,7 @@ def test_the_key_is_nowhere_but_in_the_request(
 
 
 def test_a_resumed_run_sends_what_the_interrupted_one_would_have(
-    where: Any, serve: Any, tmp_path: Path
+    where: Workspace, serve: Serve, tmp_path: Path
 ) -> None:
     """Interrupted after each reply in turn, the requests of both processes together are those of
     a run that was not interrupted, byte for byte."""
@@ -558,7 +568,7 @@ def test_a_resumed_run_sends_what_the_interrupted_one_would_have(
     for stop in range(1, len(WHOLE)):
         place = make_workspace(tmp_path / str(stop))
 
-        def interrupted(body: dict[str, Any], number: int, stop: int = stop) -> Reply:
+        def interrupted(body: JsonObject, number: int, stop: int = stop) -> Reply:
             return WHOLE[number] if number < stop else error(400, "invalid_request_error")
 
         first = serve(interrupted)
@@ -572,17 +582,17 @@ def test_a_resumed_run_sends_what_the_interrupted_one_would_have(
             assert _without_digits(one) == _without_digits(other)
 
 
-def _without_digits(request: dict[str, Any]) -> str:
+def _without_digits(request: JsonObject) -> str:
     return re.sub(r"\d+\.\d+ s|[0-9a-f]{12}", "", json.dumps(request))
 
 
 @pytest.mark.slow
-def test_a_run_of_five_hundred_steps_is_quick_and_flat(where: Any, serve: Any) -> None:
+def test_a_run_of_five_hundred_steps_is_quick_and_flat(where: Workspace, serve: Serve) -> None:
     """Our overhead is below 50 ms of processor time a step, the server's share in this process
     included; memory grows by no more than the messages do."""
     marks: list[tuple[float, int]] = []
 
-    def script(body: dict[str, Any], number: int) -> Reply:
+    def script(body: JsonObject, number: int) -> Reply:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         marks.append((time.process_time(), pages * os.sysconf("SC_PAGE_SIZE")))
         tips = call("search_tips", {"query": "nothing"}, f"t{number}")
@@ -598,7 +608,7 @@ def test_a_run_of_five_hundred_steps_is_quick_and_flat(where: Any, serve: Any) -
     assert after - before < 8_000_000
 
 
-def test_without_a_key_there_are_ways_on(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_there_are_ways_on(where: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     monkeypatch.setattr(KEYS, "_held", {})
     with pytest.raises(CodaError) as caught:
@@ -607,7 +617,7 @@ def test_without_a_key_there_are_ways_on(where: Any, monkeypatch: pytest.MonkeyP
     assert "\n" not in said and "composer" in said and "MCP" in said
 
 
-def test_a_model_that_is_not_there_names_those_that_are(where: Any, serve: Any) -> None:
+def test_a_model_that_is_not_there_names_those_that_are(where: Workspace, serve: Serve) -> None:
     serve([])
     with pytest.raises(CodaError, match=f"no model claude-haiku-4-5 \\(known: {MODEL}\\)"):
         generate(where, author(Options(model="claude-haiku-4-5")))
@@ -636,7 +646,7 @@ def test_what_is_written_for_an_hour_takes_nothing_off_the_bill() -> None:
     assert math.isclose(Prices("claude-opus-5-5").cost(usage), 1000 * 8e-6)
 
 
-def test_the_fold_is_the_state(where: Any, serve: Any) -> None:
+def test_the_fold_is_the_state(where: Workspace, serve: Serve) -> None:
     """What the log says and what the server was sent are one conversation."""
     server = serve(WHOLE)
     generate(where, author())
@@ -651,7 +661,7 @@ def test_the_fold_is_the_state(where: Any, serve: Any) -> None:
 
 
 def test_the_command_line_counts_generates_and_resumes(
-    where: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+    where: Workspace, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model, its limits and its cost are said."""
     from typer.testing import CliRunner

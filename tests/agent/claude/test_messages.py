@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from bench import RIGHT, generate, log_of, run_of
 from pydantic import TypeAdapter
-from server import Reply, call, text
+from server import Reply, Serve, Server, call, text
 from typer.testing import CliRunner
 
 from coda_agent.agent import authors, pipeline
@@ -26,10 +26,10 @@ WHOLE = [
 
 
 @pytest.fixture
-def keyless(serve: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def keyless(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """A server that no variable names and that wants no key."""
 
-    def start(script: Any) -> Any:
+    def start(script: Any) -> Server:
         made = serve(script)
         for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"):
             monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def made(where: Workspace, url: str, **options: Any) -> Any:
 
 
 def test_a_run_without_key_price_or_anything_the_server_did_not_offer(
-    where: Workspace, keyless: Any
+    where: Workspace, keyless: Serve
 ) -> None:
     server = keyless(WHOLE)
     outcome = generate(where, made(where, f"{server.url}/v1/"))
@@ -61,7 +61,7 @@ def test_a_run_without_key_price_or_anything_the_server_did_not_offer(
     assert state.spent.received == prompt.characters + sum(map(len, told))
 
 
-def test_a_price_of_ones_own_is_counted(where: Workspace, keyless: Any) -> None:
+def test_a_price_of_ones_own_is_counted(where: Workspace, keyless: Serve) -> None:
     server = keyless(WHOLE)
     generate(where, made(where, server.url, price=Price.of(1.0, 2.0), budget=Budget(answer=3000)))
     assert [request["max_tokens"] for request in server.requests()] == [3000, 3000]
@@ -70,7 +70,7 @@ def test_a_price_of_ones_own_is_counted(where: Workspace, keyless: Any) -> None:
 
 
 def test_without_a_price_tokens_are_the_budget_and_the_run_can_be_resumed(
-    where: Workspace, keyless: Any
+    where: Workspace, keyless: Serve
 ) -> None:
     server = keyless([replace(WHOLE[0], usage={"input_tokens": 60_000}), *WHOLE])
     generate(where, made(where, server.url, budget=Budget(tokens=130_000)))
@@ -84,7 +84,7 @@ def test_without_a_price_tokens_are_the_budget_and_the_run_can_be_resumed(
 
 
 def test_what_the_command_line_says(
-    where: Workspace, keyless: Any, monkeypatch: pytest.MonkeyPatch
+    where: Workspace, keyless: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = keyless(WHOLE)
     monkeypatch.chdir(where.root)

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -292,7 +291,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert waited(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 60)
 
 
-def waited(done: Callable[[], Any], seconds: float) -> bool:
+def waited(done: Callable[[], object], seconds: float) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until and not done():
         time.sleep(0.1)

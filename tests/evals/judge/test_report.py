@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.tables import by_head
 from coda_agent.evals.cells import FOLDER, append
 from coda_agent.evals.judge import report
@@ -15,11 +15,11 @@ from tests.evals.small import ROOT
 ABOUT = {"commit": "abc1234", "machine": "cpu, torch 2.13.0", "date": "2026-01-02", "seed": 1}
 
 
-def scores(**cells: dict[str, Any]) -> list[Score]:
+def scores(**cells: JsonObject) -> list[Score]:
     return [Score(**ABOUT, case=case, cell=cell) for case, cell in cells.items()]
 
 
-def mutant(layer: str, *expected: str, fault: str = "", **more: Any) -> dict[str, Any]:
+def mutant(layer: str, *expected: str, fault: str = "", **more: object) -> JsonObject:
     named = {"expected": [*expected], "fault": fault} if fault else {}
     return {"operator": "skip", "lowered": True, "layer": layer, **named, **more}
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge.records import VERSIONS
+from coda_agent.agent.judge.records import VERSIONS, JsonObject
 from coda_agent.evals.cells import read
 from coda_agent.evals.judge import scores
 from coda_agent.evals.judge.corpus import Subject
@@ -38,7 +37,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     """By the same gates and seed; else all is judged again."""
     done: list[str] = []
 
-    def job(name: str, stop: bool = False) -> dict[str, Any]:
+    def job(name: str, stop: bool = False) -> JsonObject:
         if stop:
             raise KeyboardInterrupt
         done.append(name)
