@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from coda_agent.agent.cli.examples import EXAMPLES
-from coda_agent.agent.judge.records import JsonObject
 
 
 class Lazy(TyperCommand):
@@ -59,7 +58,7 @@ def group(name: str, help: str, *commands: Lazy) -> TyperGroup:
     """Make a command of commands."""
     for command in commands:
         command.path = f"{name} "
-    about: JsonObject = {"no_args_is_help": True, "rich_markup_mode": None}
+    about: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
     return TyperGroup(name=name, help=help, commands=commands, **about)
 
 
