@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from coda_agent.primitives.operation import Argument
 from coda_agent.primitives.ops import exp, fma, gelu_tanh, maximum, minimum, rint, sigmoid
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-def relu(x: Any) -> Any:
+def relu(x: Argument) -> Argument:
     """max(x, 0); NaN stays NaN.
 
     Cost: one FMNMX. Use it as the cheapest activation.
@@ -35,7 +35,7 @@ def relu(x: Any) -> Any:
     return maximum(x, 0.0)
 
 
-def leaky_relu(x: Any, slope: float = 0.01) -> Any:
+def leaky_relu(x: Argument, slope: float = 0.01) -> Argument:
     """x above 0, slope·x below, for 0 <= slope <= 1.
 
     Cost: one multiplication and one FMNMX.
@@ -45,7 +45,7 @@ def leaky_relu(x: Any, slope: float = 0.01) -> Any:
     return maximum(x, x * slope)
 
 
-def relu_squared(x: Any) -> Any:
+def relu_squared(x: Argument) -> Argument:
     """max(x, 0)² (Primer).
 
     Cost: one FMNMX and one multiplication.
@@ -56,7 +56,7 @@ def relu_squared(x: Any) -> Any:
     return r * r
 
 
-def clamp(x: Any, low: float, high: float) -> Any:
+def clamp(x: Argument, low: float, high: float) -> Argument:
     """x limited to [low, high]; NaN stays NaN.
 
     Cost: two FMNMX.
@@ -66,7 +66,7 @@ def clamp(x: Any, low: float, high: float) -> Any:
     return minimum(maximum(x, low), high)
 
 
-def hard_swish(x: Any) -> Any:
+def hard_swish(x: Argument) -> Argument:
     """x · clamp(x + 3, 0, 6) / 6, as torch.nn.functional.hardswish.
 
     Cost: two FMNMX, three multiply-adds; no transcendental.
@@ -76,7 +76,7 @@ def hard_swish(x: Any) -> Any:
     return x * (clamp(x + 3.0, 0.0, 6.0) * (1.0 / 6.0))
 
 
-def silu(x: Any) -> Any:
+def silu(x: Argument) -> Argument:
     """x · σ(x) (Swish).
 
     Cost: one MUFU.EX2, one MUFU.RCP, three multiply-adds.
@@ -86,7 +86,7 @@ def silu(x: Any) -> Any:
     return x * sigmoid(x)
 
 
-def quick_gelu(x: Any) -> Any:
+def quick_gelu(x: Argument) -> Argument:
     """x · σ(1.702·x): the approximate GELU of CLIP.
 
     Cost: that of `silu` and one multiplication.
@@ -96,7 +96,7 @@ def quick_gelu(x: Any) -> Any:
     return x * sigmoid(x * 1.702)
 
 
-def mish(x: Any) -> Any:
+def mish(x: Argument) -> Argument:
     """x · tanh(log(1 + eˣ)), as torch.nn.functional.mish.
 
     Cost: one MUFU.EX2, one MUFU.RCP, one FMNMX, six multiply-adds: with w = eˣ·(eˣ + 2), the tanh
@@ -109,7 +109,7 @@ def mish(x: Any) -> Any:
     return x * (w / (w + 2.0))
 
 
-def swiglu(gate: Any, up: Any) -> Any:
+def swiglu(gate: Argument, up: Argument) -> Argument:
     """silu(gate) · up: the gate of Llama's MLP (paper, section 3.2).
 
     Takes the two half-width values `pairs` gives, columns interleaved [g₀, u₀, g₁, u₁, …].
@@ -120,7 +120,7 @@ def swiglu(gate: Any, up: Any) -> Any:
     return silu(gate) * up
 
 
-def swiglu_oai(gate: Any, up: Any, alpha: float = 1.702, limit: float = 7.0) -> Any:
+def swiglu_oai(gate: Argument, up: Argument, alpha: float = 1.702, limit: float = 7.0) -> Argument:
     """g · σ(alpha·g) · (u + 1), g = min(gate, limit), u = up in [-limit, limit]: gpt-oss's gate.
 
     Takes the two half-width values `pairs` gives. Cost: that of `swiglu`, three FMNMX and two
@@ -133,7 +133,7 @@ def swiglu_oai(gate: Any, up: Any, alpha: float = 1.702, limit: float = 7.0) -> 
     return gate * sigmoid(gate * alpha) * (clamp(up, -limit, limit) + 1.0)
 
 
-def geglu(gate: Any, up: Any) -> Any:
+def geglu(gate: Argument, up: Argument) -> Argument:
     """gelu_tanh(gate) · up: the gate of Gemma's MLP; with `gelu_erf`, write the product.
 
     Takes the two half-width values `pairs` gives.
@@ -144,7 +144,7 @@ def geglu(gate: Any, up: Any) -> Any:
     return gelu_tanh(gate) * up
 
 
-def reglu(gate: Any, up: Any) -> Any:
+def reglu(gate: Argument, up: Argument) -> Argument:
     """relu(gate) · up; no transcendental.
 
     Takes the two half-width values `pairs` gives.
@@ -155,7 +155,7 @@ def reglu(gate: Any, up: Any) -> Any:
     return relu(gate) * up
 
 
-def glu(gate: Any, up: Any) -> Any:
+def glu(gate: Argument, up: Argument) -> Argument:
     """σ(gate) · up: the original gated linear unit.
 
     Takes the two half-width values `pairs` gives.
@@ -166,7 +166,7 @@ def glu(gate: Any, up: Any) -> Any:
     return sigmoid(gate) * up
 
 
-def wrapped(x: Any) -> Any:
+def wrapped(x: Argument) -> Argument:
     """The angle x in radians less whole turns, in [-π, π]: what `sin` and `cos` take; |x| < 2²².
 
     Cost: one multiplication and four multiply-adds. A turn is subtracted in two parts, the larger

@@ -19,7 +19,7 @@ from coda_agent.primitives.graph import Graph, Node, Operand, Shape, Value
 from coda_agent.primitives.ptx import operation
 
 
-def derivative(fn: Callable[..., Any], *args: Any, wrt: int = 0) -> Any:
+def derivative(fn: Callable[..., object], *args: Any, wrt: int = 0) -> Any:
     """The derivative of `fn`, an elementwise function of the vocabulary, at `args`.
 
     At a kink it is the slope of the constant side (0 for `relu` at 0, for `clamp` at its ends),
@@ -131,6 +131,6 @@ def times(x: Operand, y: Operand) -> Operand:
     return x * y
 
 
-def chained(outer: Callable[[Any, Any], Operand]) -> Callable[..., Operand]:
+def chained(outer: Callable[[Value, Value], Operand]) -> Callable[..., Operand]:
     """Make the rule of a function; `outer` gives its slope."""
     return lambda z, x, dx: times(outer(z, x), dx)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.derivatives import minus, plus, times
 from coda_agent.primitives.fast_math import (
@@ -30,6 +30,11 @@ from coda_agent.primitives.operation import (
     unknown,
 )
 from coda_agent.primitives.ops import exp, log, rsqrt
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.operation import Term
 
 __all__ = [
     "acos",
@@ -60,7 +65,7 @@ __all__ = [
 ]
 
 
-def _flat(*_: Any) -> Operand:
+def _flat(*_: object) -> Operand:
     """The slope of what is constant but for its jumps."""
     return 0.0
 
@@ -78,11 +83,13 @@ def _choice_degree(condition: Degree, x: Degree, y: Degree) -> Degree:
     return additive(x, y) if condition is Degree.CONSTANT else Degree.NONLINEAR
 
 
-def _choice_slope(z: Value, c: Any, x: Any, y: Any, dc: Any, dx: Any, dy: Any) -> Operand:
+def _choice_slope(
+    z: Value, c: Operand, x: Operand, y: Operand, dc: Operand, dx: Operand, dy: Operand
+) -> Operand:
     return where(c, dx, dy)
 
 
-def _signed_slope(z: Value, x: Any, y: Any, dx: Operand, dy: Operand) -> Operand:
+def _signed_slope(z: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> Operand:
     return times(dx, copysign(1.0, x) * copysign(1.0, y))
 
 
@@ -91,8 +98,8 @@ def _sinh_slope(z: Value, x: Value) -> Operand:
 
 
 def _library(
-    name: str, slope: Callable[[Any, Any], Operand], edge: Callable[..., Edge] = unknown
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    name: str, slope: Callable[[Value, Value], Operand], edge: Callable[..., Edge] = unknown
+) -> Callable[[Callable[..., torch.Tensor]], Callable[..., Any]]:
     """Define a function of one value that CUDA's library has.
 
     `slope` is its derivative, from its value and its argument. On an H200 these err by 5.2 · 2⁻²⁴
@@ -114,7 +121,7 @@ def _library(
     edge=lambda c, x, y: kept(x, y),
     degree=_choice_degree,
 )
-def where(condition: Any, x: Any, y: Any) -> Any:
+def where(condition: Term, x: Term, y: Term) -> torch.Tensor:
     """x where the condition is not 0, else y; what is not taken may be infinite or NaN."""
     import torch
 
@@ -123,40 +130,40 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 @elementwise(comparison("OGT"), derivative=_flat, edge=lambda x, y: Edge(x.zero and y.zero, True))
-def greater(x: Any, y: Any) -> Any:
+def greater(x: Term, y: Term) -> torch.Tensor:
     """1 where x > y, else 0, for NaN too; less is `greater(y, x)`."""
     x, y = as_tensors(x, y)
     return (x > y).to(x.dtype)
 
 
 @elementwise(comparison("OGE"), derivative=_flat, edge=_condition)
-def greater_equal(x: Any, y: Any) -> Any:
+def greater_equal(x: Term, y: Term) -> torch.Tensor:
     """1 where x >= y, else 0, for NaN too."""
     x, y = as_tensors(x, y)
     return (x >= y).to(x.dtype)
 
 
 @elementwise(comparison("OEQ"), commutative=True, derivative=_flat, edge=_condition)
-def equal(x: Any, y: Any) -> Any:
+def equal(x: Term, y: Term) -> torch.Tensor:
     """1 where x = y, else 0; so `equal(x, x)` is 0 of NaN alone."""
     x, y = as_tensors(x, y)
     return (x == y).to(x.dtype)
 
 
 @elementwise(function("floor"), derivative=_flat, edge=kept, aten=("floor",))
-def floor(x: Any) -> Any:
+def floor(x: torch.Tensor) -> torch.Tensor:
     """The largest integer that is at most x; the least above is `-floor(-x)`."""
     return x.floor()
 
 
 @elementwise(function("trunc"), derivative=_flat, edge=kept, aten=("trunc", "fix"))
-def trunc(x: Any) -> Any:
+def trunc(x: torch.Tensor) -> torch.Tensor:
     """The integer next to x on the side of 0."""
     return x.trunc()
 
 
 @elementwise(function("roundeven"), derivative=_flat, edge=kept)
-def round_even(x: Any) -> Any:
+def round_even(x: torch.Tensor) -> torch.Tensor:
     """The nearest integer, ties to even, of any x; `rint` is cheaper where |x| < 2²²."""
     return x.round()
 
@@ -167,7 +174,7 @@ def round_even(x: Any) -> Any:
     edge=lambda x, y: x,
     aten=("copysign",),
 )
-def copysign(x: Any, y: Any) -> Any:
+def copysign(x: Term, y: Term) -> torch.Tensor:
     """|x| with the sign of y, of which 0 has one too."""
     import torch
 
@@ -180,7 +187,7 @@ def copysign(x: Any, y: Any) -> Any:
     derivative=lambda z, x, y, dx, dy: minus(dx, times(dy, trunc(x / y))),
     aten=("fmod",),
 )
-def fmod(x: Any, y: Any) -> Any:
+def fmod(x: Term, y: Term) -> torch.Tensor:
     """x less the whole multiple of y next to it on the side of 0, for |x / y| < 2²²."""
     import torch
 
@@ -195,7 +202,7 @@ def fmod(x: Any, y: Any) -> Any:
     error="result",
     aten=("expm1",),
 )
-def expm1(x: Any) -> Any:
+def expm1(x: torch.Tensor) -> torch.Tensor:
     """eˣ - 1, with all its digits near 0: on an H200 to 4 · 2⁻²⁴ where |x| < 0.6."""
     return x.expm1()
 
@@ -206,37 +213,37 @@ def expm1(x: Any) -> Any:
     error="result",
     aten=("exp2",),
 )
-def exp2(x: Any) -> Any:
+def exp2(x: torch.Tensor) -> torch.Tensor:
     """2 to the power x (MUFU.EX2)."""
     return x.exp2()
 
 
 @_library("log2", lambda z, x: (1 / math.log(2)) / x)
-def log2(x: Any) -> Any:
+def log2(x: torch.Tensor) -> torch.Tensor:
     """Logarithm to base 2, with all its digits near 1, where MUFU.LG2 has few."""
     return x.log2()
 
 
 @_library("log1p", lambda z, x: 1.0 / (x + 1.0), _at_zero)
-def log1p(x: Any) -> Any:
+def log1p(x: torch.Tensor) -> torch.Tensor:
     """log(1 + x), with all its digits near 0."""
     return x.log1p()
 
 
 @_library("asin", lambda z, x: rsqrt(1.0 - x * x), _at_zero)
-def asin(x: Any) -> Any:
+def asin(x: torch.Tensor) -> torch.Tensor:
     """Arc sine, in radians."""
     return x.asin()
 
 
 @_library("acos", lambda z, x: -rsqrt(1.0 - x * x))
-def acos(x: Any) -> Any:
+def acos(x: torch.Tensor) -> torch.Tensor:
     """Arc cosine, in radians."""
     return x.acos()
 
 
 @_library("atan", lambda z, x: 1.0 / (x * x + 1.0), kept)
-def atan(x: Any) -> Any:
+def atan(x: torch.Tensor) -> torch.Tensor:
     """Arc tangent, in radians."""
     return x.atan()
 
@@ -249,37 +256,37 @@ def atan(x: Any) -> Any:
     error="result",
     aten=("tan",),
 )
-def tan(x: Any) -> Any:
+def tan(x: torch.Tensor) -> torch.Tensor:
     """Tangent of x in radians, for |x| < 2²²; on an H200 to 3 · 2⁻²⁴ where |x| < 50."""
     return x.tan()
 
 
 @_library("sinh", _sinh_slope, _at_zero)
-def sinh(x: Any) -> Any:
+def sinh(x: torch.Tensor) -> torch.Tensor:
     """Hyperbolic sine."""
     return x.sinh()
 
 
 @_library("cosh", lambda z, x: sinh(x))
-def cosh(x: Any) -> Any:
+def cosh(x: torch.Tensor) -> torch.Tensor:
     """Hyperbolic cosine."""
     return x.cosh()
 
 
 @_library("asinh", lambda z, x: rsqrt(x * x + 1.0), kept)
-def asinh(x: Any) -> Any:
+def asinh(x: torch.Tensor) -> torch.Tensor:
     """Inverse hyperbolic sine."""
     return x.asinh()
 
 
 @_library("acosh", lambda z, x: rsqrt(x * x - 1.0))
-def acosh(x: Any) -> Any:
+def acosh(x: torch.Tensor) -> torch.Tensor:
     """Inverse hyperbolic cosine."""
     return x.acosh()
 
 
 @_library("atanh", lambda z, x: 1.0 / (1.0 - x * x), _at_zero)
-def atanh(x: Any) -> Any:
+def atanh(x: torch.Tensor) -> torch.Tensor:
     """Inverse hyperbolic tangent."""
     return x.atanh()
 
@@ -287,7 +294,7 @@ def atanh(x: Any) -> Any:
 @_library(
     "erfc", lambda z, x: exp(-(x * x)) * (-2 / math.sqrt(math.pi)), lambda x: Edge(False, x.finite)
 )
-def erfc(x: Any) -> Any:
+def erfc(x: torch.Tensor) -> torch.Tensor:
     """1 - erf(x), with all its digits where it is small."""
     return x.erfc()
 
@@ -300,7 +307,7 @@ def erfc(x: Any) -> Any:
     error="result",
     aten=("atan2",),
 )
-def atan2(y: Any, x: Any) -> Any:
+def atan2(y: Term, x: Term) -> torch.Tensor:
     """The angle of the point (x, y), in radians between -π and π."""
     import torch
 
@@ -313,7 +320,7 @@ def _power_slope(z: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> 
 
 
 @elementwise(function("pow"), flops=20, derivative=_power_slope, error="result")
-def power(x: Any, y: Any) -> Any:
+def power(x: Term, y: Term) -> torch.Tensor:
     """x to the power y; NaN where x is negative and y no integer."""
     import torch
 

@@ -6,7 +6,16 @@ import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cutlass import Float32, Numeric
+    from quack.epilogue.math import F2, Pair
+
+    Register = Numeric | float
+    """A number in a thread's register, or one that is known when the kernel is traced."""
+    Lanes = Register | Pair | F2
+    """What a thread has of a value of the graph: a number, or those of two columns."""
 
 
 def imported(module: str, name: str, **options: Any) -> Callable[..., Any]:
@@ -22,10 +31,10 @@ absolute_value = imported("cutlass.cute.math", "abs")
 _math = partial(imported, "cutlass.cute.math")
 
 
-def function(name: str) -> Callable[..., Any]:
+def function(name: str) -> Callable[..., Register]:
     """Make a call of CUDA's library, right to a few last places."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Register) -> Register:
         from cutlass import Float32
 
         return _math(name)(*(Float32(x) for x in args))
@@ -33,10 +42,10 @@ def function(name: str) -> Callable[..., Any]:
     return call
 
 
-def binary(name: str) -> Callable[..., Any]:
+def binary(name: str) -> Callable[[Register, Register], Float32]:
     """Make a call of arith; NaN-propagating forms are one FMNMX.NAN on SM90."""
 
-    def call(x: Any, y: Any) -> Any:
+    def call(x: Register, y: Register) -> Float32:
         from cutlass import Float32
         from cutlass._mlir.dialects import arith
 
@@ -45,7 +54,7 @@ def binary(name: str) -> Callable[..., Any]:
     return call
 
 
-def reciprocal(x: Any) -> Any:
+def reciprocal(x: Register) -> Register:
     """1 / x (MUFU.RCP), subnormal numbers as 0."""
     from cutlass import Float32
     from cutlass._mlir_helpers import math
@@ -53,7 +62,7 @@ def reciprocal(x: Any) -> Any:
     return math.rcp(Float32(x), approx=True, ftz=True)
 
 
-def _compared(predicate: str, x: Any, y: Any) -> Any:
+def _compared(predicate: str, x: Register, y: Register) -> object:
     from cutlass import Float32
     from cutlass._mlir.dialects import arith
 
@@ -61,29 +70,29 @@ def _compared(predicate: str, x: Any, y: Any) -> Any:
     return arith.cmpf(of, Float32(x).ir_value(), Float32(y).ir_value())
 
 
-def _chosen(condition: Any, x: Any, y: Any) -> Any:
+def _chosen(condition: object, x: Register, y: Register) -> Float32:
     from cutlass import Float32
     from cutlass._mlir.dialects import arith
 
     return Float32(arith.select(condition, Float32(x).ir_value(), Float32(y).ir_value()))
 
 
-def comparison(predicate: str) -> Callable[..., Any]:
+def comparison(predicate: str) -> Callable[[Register, Register], Float32]:
     """Give 1 where a predicate of LLVM's holds, else 0."""
     return lambda x, y: _chosen(_compared(predicate, x, y), 1.0, 0.0)
 
 
-def step_function(x: Any) -> Any:
+def step_function(x: Register) -> Register:
     """1 where x > 0, else 0."""
     return comparison("OGT")(x, 0.0)
 
 
-def select(condition: Any, x: Any, y: Any) -> Any:
+def select(condition: Register, x: Register, y: Register) -> Float32:
     """Take x where the condition is not 0, else y."""
     return _chosen(_compared("UNE", condition, 0.0), x, y)
 
 
-def remainder(x: Any, y: Any) -> Any:
+def remainder(x: Register, y: Register) -> Register:
     """Compute the remainder of a quotient below 2²², with x's sign."""
     from cutlass import Float32
 
@@ -103,7 +112,7 @@ _TANGENT = (
 )  # fmt: skip
 
 
-def tangent(x: Any) -> Any:
+def tangent(x: Register) -> Register:
     """Compute the tangent, for |x| < 2²²."""
     from cutlass import Float32
 
@@ -118,7 +127,7 @@ def tangent(x: Any) -> Any:
     return _chosen(odd, -reciprocal(found), found)
 
 
-def exponential_less_one(x: Any) -> Any:
+def exponential_less_one(x: Register) -> Register:
     """Compute eˣ - 1: its series near 0, to 2⁻²⁶ of it."""
     from cutlass import Float32
 
@@ -129,7 +138,7 @@ def exponential_less_one(x: Any) -> Any:
     return _chosen(near, series * x, fast("exp")(x) - 1.0)
 
 
-def fused(x: Any, y: Any, z: Any) -> Any:
+def fused(x: Register, y: Register, z: Register) -> Register:
     """Compute x · y + z in one FFMA."""
     from cutlass import Float32, cute
 
@@ -137,10 +146,10 @@ def fused(x: Any, y: Any, z: Any) -> Any:
     return cute.math.fma(x, y, z)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def assembly(code: str, arity: int = 1) -> Callable[..., Any]:
+def assembly(code: str, arity: int = 1) -> Callable[..., Float32]:
     """Make a function of PTX: `$0` the result, `$1` … the arguments."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Register) -> Float32:
         from cutlass import Float32
         from cutlass._mlir.dialects import llvm
 
@@ -158,7 +167,7 @@ def assembly(code: str, arity: int = 1) -> Callable[..., Any]:
     return call
 
 
-def nearest(x: Any) -> Any:
+def nearest(x: Register) -> Register:
     """Round to the nearest integer, for |x| < 2²²."""
     # Adding 1.5·2²³ leaves no bit for the fraction, on the FMA pipe; FRND shares MUFU's. As an fma,
     # because quack reports that SM100's loop vectoriser crashes on values added twice.

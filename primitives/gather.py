@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Shape, Value
 from coda_agent.primitives.operation import MOVES, Op
+
+if TYPE_CHECKING:
+    import torch
 
 
 def gather(x: Value, index: Value) -> Value:
@@ -25,7 +28,7 @@ def gather(x: Value, index: Value) -> Value:
     return x.graph.add(Node("gather", (x.index, index.index), Shape.GATHERED))
 
 
-def _gathered(x: Any, index: Any) -> Any:
+def _gathered(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     inside = (index >= 0) & (index < x.shape[1])
     found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
     return found.where(inside, found.new_zeros(()))

@@ -106,10 +106,10 @@ class Graph:
 
     def replay(
         self,
-        acc: Any,
-        operands: Mapping[str, Any],
-        apply: Callable[..., Any],
-        known: Mapping[int, Any] | None = None,
+        acc: object,
+        operands: Mapping[str, object],
+        apply: Callable[..., object],
+        known: Mapping[int, object] | None = None,
     ) -> list[Any]:
         """Compute every node: `apply(op, *arguments)` gives operations their meaning on the
         caller's kind of value; `known` are values of some nodes."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from cutlass import Float32, cute
+from cutlass import Float32, Numeric, cute
 from cutlass.cutlass_dsl import select_
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import EpiContext
@@ -25,7 +25,18 @@ from coda_agent.primitives.group_store import Places
 from coda_agent.primitives.groups import MOVED, ROTATED, spans
 from coda_agent.primitives.placed_tiles import fed, name_of
 
+if TYPE_CHECKING:
+    from coda_agent.primitives.fast_math import Lanes, Register
+    from coda_agent.primitives.kinds import Lowering
+    from coda_agent.primitives.program import Program
+
 _arch: Any = cute.arch
+Coord = tuple[int, int]
+"""A subtile's place in its tile."""
+Key = tuple[tuple[int, int], int]
+"""A thread's row, by its subtile and in it, and a column or a group of columns."""
+Held = dict[tuple[object, ...], Any]
+"""What is loaded of a subtile, and columns that are moved."""
 
 
 def which_of(op: str) -> str:
@@ -37,30 +48,30 @@ _FOLDS = {"sum": operator.add, "max": binary("maximumf"), "min": binary("minimum
 """How two parts of a statistic become one; NaN stays NaN."""
 
 
-def exchanged(which: str, value: Any, lanes: int) -> Any:
+def exchanged(which: str, value: Register, lanes: int) -> Register:
     """Combine what `lanes` adjacent lanes hold, in each of them."""
     if lanes == 1:
         return value
     return _arch.warp_reduction(value, _FOLDS[which], threads_in_group=lanes)
 
 
-def beside(value: Any, apply: Callable[..., Any], *, rotated: bool) -> Any:
+def beside(value: Lanes, apply: Callable[..., Lanes], *, rotated: bool) -> Pair:
     """Exchange the columns of a pair, which may have a number in common."""
     first, second = value if isinstance(value, tuple) else (value, value)
     return Pair(apply("neg", second) if rotated else second, first)
 
 
-def shuffled(value: Any, lanes: int, late: Any = None) -> Any:
+def shuffled(value: Lanes, lanes: int, late: Numeric | None = None) -> Lanes:
     """Take what the thread `lanes` away holds, negated where `late` is 0."""
 
-    def moved(x: Any) -> Any:
+    def moved(x: object) -> Float32:
         other = _arch.shuffle_sync_bfly(Float32(x), offset=lanes)
         return other if late is None else Float32(select_(late != 0, other, -other))
 
     return Pair(*map(moved, value)) if isinstance(value, tuple) else moved(value)
 
 
-def parts(which: str, values: list[Any]) -> Any:
+def parts(which: str, values: Sequence[Lanes]) -> Float32:
     """Combine some elements or pairs of a thread."""
     lanes = [Float32(x) for v in values for x in (v if isinstance(v, tuple) else (v,))]
     return functools.reduce(_FOLDS[which], lanes)
@@ -68,18 +79,18 @@ def parts(which: str, values: list[Any]) -> Any:
 
 def replayed(
     graph: Graph,
-    elements: list[tuple[Any, Mapping[str, Any]]],
-    apply: Callable[..., Any],
-    statistic: Callable[[int, list[Any]], list[Any]],
-    known: Mapping[int, list[Any]],
-) -> list[list[Any]]:
+    elements: list[tuple[Lanes, Mapping[str, Lanes]]],
+    apply: Callable[..., Lanes],
+    statistic: Callable[[int, Sequence[Lanes]], list[Lanes]],
+    known: Mapping[int, list[Lanes]],
+) -> list[Sequence[Any]]:
     """Compute every node of `graph` at every element.
 
     An element is an accumulator and operands. `apply` gives operations their meaning, and
     `statistic` that of a node, element by element, of its argument's values. Some nodes' values are
     `known`.
     """
-    found: list[list[Any]] = []
+    found: list[Sequence[Lanes]] = []
     groups = spans(graph)
     for i, node in enumerate(graph.nodes):
         if i in groups or i in known:
@@ -99,7 +110,7 @@ def replayed(
     return found
 
 
-def _lanes(values: Any, i: int, kind: str, width: int) -> Any:
+def _lanes(values: Any, i: int, kind: str, width: int) -> Lanes:
     """Take an element, a pair, or a row's number from a fragment."""
     if kind == "scalar":
         return values
@@ -122,29 +133,35 @@ class _Values:
     where the product takes 343 (2026-11-22).
     """
 
-    def __init__(self, program: Any, apply: Any, load: Any, places: Places) -> None:
+    def __init__(
+        self,
+        program: Program,
+        apply: Callable[..., Lanes],
+        load: Callable[[str, Coord, int, Held], Lanes],
+        places: Places,
+    ) -> None:
         """`load` gives an operand's values in a subtile."""
         self.graph, self.apply, self.load, self.places = program.graph, apply, load, places
         self.groups = spans(self.graph)
         self.below = {node: _below(self.graph, node) for node in self.groups}
-        self.subtiles: dict[Any, dict[int, Any]] = {}
-        self.totals: dict[int, dict[Any, Any]] = {}
+        self.subtiles: dict[Coord, dict[int, Any]] = {}
+        self.totals: dict[int, dict[Key, Register]] = {}
 
     def fold(self) -> None:
         """Fold each statistic, in the graph's order."""
         for node in self.groups:
             if (which := which_of(self.graph.nodes[node].op)) in MOVED:
                 continue
-            found = dict[Any, Any]()
+            found = dict[Key, Register]()
             for coord, elements in self.subtiles.items():
-                held: dict[Any, Any] = {}
+                held: Held = {}
                 for i in elements:
                     key, value = self._key(node, coord, i), self._argument(node, coord, i, held)
                     found[key] = parts(which, [*([found[key]] if key in found else []), value])
             lanes = min(self.places.lanes, self.groups[node] // 2)  # each has two columns of eight
             self.totals[node] = {key: exchanged(which, x, lanes) for key, x in found.items()}
 
-    def of(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
+    def of(self, node: int, coord: Coord, i: int, held: Held) -> Lanes:
         """Give a statistic at an element; its loaded operands are `held`."""
         if node in self.totals:
             return self.totals[node][self._key(node, coord, i)]
@@ -152,7 +169,7 @@ class _Values:
             held[node, coord, i] = self._moved(node, coord, i, held)
         return held[node, coord, i]
 
-    def _moved(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
+    def _moved(self, node: int, coord: Coord, i: int, held: Held) -> Lanes:
         """Give the value of the column half a group away, rotated or as it is."""
         row, column = self.places.of(coord, i)
         distance = self.groups[node] // 2
@@ -166,9 +183,9 @@ class _Values:
             return self.apply("neg", value) if rotated and not column & distance else value
         return beside(self._argument(node, coord, i, held), self.apply, rotated=rotated)
 
-    def tiles(self, coord: Any, acc: Any, paired: int) -> dict[str, Any]:
+    def tiles(self, coord: Coord, acc: cute.Tensor, paired: int) -> dict[str, cute.Tensor]:
         """Give statistics at a subtile's elements, pairs where `paired` is 2."""
-        tiles, held = {}, dict[Any, Any]()
+        tiles, held = {}, Held()
         for node in self.groups:
             tile = cute.make_rmem_tensor(acc.layout.shape, Float32)
             for i in range(0, cute.size(acc), paired):
@@ -178,7 +195,7 @@ class _Values:
             tiles[name_of(node)] = tile
         return tiles
 
-    def _argument(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
+    def _argument(self, node: int, coord: Coord, i: int, held: Held) -> Lanes:
         graph = self.below[node]
         names = (n.name for n in graph.nodes if n.op == "operand")
         operands = {
@@ -188,36 +205,36 @@ class _Values:
         found = graph.replay(self.subtiles[coord][i], operands, self.apply)
         return found[graph.outputs["argument"]]
 
-    def _key(self, node: int, coord: Any, i: int) -> tuple[Any, int]:
+    def _key(self, node: int, coord: Coord, i: int) -> Key:
         row, column = self.places.of(coord, i)
         return row, column // self.groups[node]
 
     @functools.cached_property
-    def _at(self) -> dict[Any, tuple[Any, int]]:
+    def _at(self) -> dict[Key, tuple[Coord, int]]:
         elements = ((coord, i) for coord, held in self.subtiles.items() for i in held)
         return {self.places.of(*element): element for element in elements}
 
 
-def with_groups(base: Any, replay: Any) -> dict[str, Any]:
+def with_groups(base: Any, replay: Lowering) -> dict[str, Any]:
     """Make methods of a kernel class that give `replay` its groups' statistics."""
     names, paired = replay.names, 2 if replay.program.paired else 1
     kinds = dict(base._epi_mod_operands)
 
-    def to_arguments(self: Any, *args: Any, **options: Any) -> Any:
+    def to_arguments(self: Any, *args: object, **options: object) -> object:
         made = base.epi_to_underlying_arguments(self, *args, **options)
         self.epi_needs_acc_prepass = True
         return made
 
     def begin(
-        self: Any, params: Any, smem: Any, epi_tile: Any, t2r: Any, r2s: Any, tile: Any,
-        varlen: Any, barrier: Any, tidx: Any, *rest: Any,
-    ) -> Any:  # fmt: skip
+        self: Any, params: object, smem: object, epi_tile: object, t2r: object, r2s: object,
+        tile: object, varlen: object, barrier: object, tidx: object, *rest: object,
+    ) -> dict[str, Any]:  # fmt: skip
         given = epi_tile, t2r, r2s, tile, varlen, barrier, tidx
         places = Places(EpiContext(self, *given))
         tensors = base.epi_begin(self, params, smem, *given, *rest)
         ops = {op.name: op for op in self._epi_ops}
 
-        def load(o: str, coord: Any, i: int, held: dict[Any, Any]) -> Any:
+        def load(o: str, coord: Coord, i: int, held: Held) -> Lanes:
             state, kind = tensors[names[o]], kinds[names[o]]
             if kind in ("row", "col"):
                 # Out of shared memory, since a vector's own load is for the storing visit alone.
@@ -231,20 +248,24 @@ def with_groups(base: Any, replay: Any) -> dict[str, Any]:
         self.group_values = _Values(replay.program, replay.apply, load, places)
         return tensors
 
-    def visit(self: Any, params: Any, tensors: Any, acc: Any, coord: Any, index: int) -> None:
+    def visit(
+        self: Any, params: object, tensors: object, acc: cute.Tensor, coord: Coord, index: int
+    ) -> None:
         self.group_values.subtiles[coord] = {
             i: _lanes(acc, i, "acc", paired) for i in range(0, cute.size(acc), paired)
         }
 
-    def end(self: Any, params: Any, tensors: Any) -> None:
+    def end(self: Any, params: object, tensors: object) -> None:
         self.group_values.fold()
 
-    def store(self: Any, params: Any, tensors: Any, acc: Any, *rest: Any) -> Any:
+    def store(
+        self: Any, params: object, tensors: Mapping[str, Any], acc: cute.Tensor, *rest: object
+    ) -> tuple[object, ...]:
         tiles = self.group_values.tiles(self.group_coord, acc, paired)
         fed(self, tiles)
         return base.epi_visit_subtile(self, params, {**tensors, **tiles}, acc, *rest)
 
-    def begin_loop(self: Any, params: Any, tensors: Any, coord: Any) -> Any:
+    def begin_loop(self: Any, params: object, tensors: object, coord: Coord) -> object:
         self.group_coord = coord
         return base.epi_begin_loop(self, params, tensors, coord)
 

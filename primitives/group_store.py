@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, cute
+from cutlass import Float32, Numeric, cute
 from quack.compile_utils import make_fake_tensor
-from quack.epilogue.ops import EpiOp, _lane_warp_info_n
+from quack.epilogue.ops import EpiContext, EpiOp, _lane_warp_info_n
 
 
 class Fragments:
@@ -22,7 +22,7 @@ class Fragments:
         columns: Of a subtile.
     """
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: EpiContext) -> None:
         shape = (ctx.tile_M, ctx.tile_N)
         self.coordinates: Any = ctx.partition_for_epilogue_fn(cute.make_identity_tensor(shape))
         layout = self.coordinates[None, None, None, 0, 0].layout
@@ -41,7 +41,7 @@ class Places(Fragments):
     An element's column is that of its offset plus less than 8, the thread's place in its quad.
     """
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: EpiContext) -> None:
         super().__init__(ctx)
         copy = ctx.tiled_copy_t2r or ctx.tiled_copy_r2s
         self.lanes, warps, *_ = _lane_warp_info_n(copy, ctx.tiled_copy_t2r is None, ctx.tidx)
@@ -49,7 +49,7 @@ class Places(Fragments):
         if warps > 1 or (self.lanes > 1 and (self.lanes != 4 or apart)):
             raise NotImplementedError("its warps share rows, and with them groups of columns")
 
-    def of(self, coord: Any, i: int) -> tuple[Any, int]:
+    def of(self, coord: tuple[int, int], i: int) -> tuple[tuple[int, int], int]:
         """Give the thread's row, and the tile's column, of a subtile's element."""
         rows, columns = self.offsets
         return (coord[0], rows[i]), coord[1] * self.columns + columns[i]
@@ -64,33 +64,39 @@ class GroupStore(EpiOp):
         super().__init__(name)
         self.width = width
 
-    def config_key(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def config_key(self) -> tuple[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (self.width,)
 
-    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+    def host_fake_arg(self, key: tuple[type[Numeric], int], fctx: Any) -> Any:
         dtype, rank = key
         shape = (fctx.m, cute.sym_int())
         shape = shape if rank == 2 else (fctx.l, *shape)
         return make_fake_tensor(dtype, shape, leading_dim=rank - 1, divisibility=1)
 
-    def host_validate(self, value: Any, **context: Any) -> None:
+    def host_validate(self, value: object, **context: object) -> None:
         """Check nothing: `allocate` made the tensor."""
 
     def param_fields(self) -> list[tuple[str, type, None]]:
         return [(self.name, object, None)]
 
-    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+    def to_params(self, gemm: object, args: object) -> dict[str, object]:
         return {self.name: getattr(args, self.name)}
 
-    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> tuple[Any, ...]:
+    def begin(
+        self, gemm: object, param: Any, smem_tensor: object, ctx: EpiContext
+    ) -> tuple[object, ...]:
         out = param if cute.rank(param) == 2 else param[ctx.batch_idx, None, None]
         first = ctx.tile_coord_mnkl[0] * ctx.tile_M, ctx.tile_coord_mnkl[1] * ctx.tile_N
         return out, Places(ctx), first
 
-    def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> tuple[Any, ...]:
+    def begin_loop(
+        self, gemm: object, state: tuple[object, ...], epi_coord: tuple[int, int]
+    ) -> tuple[object, ...]:
         return *state, epi_coord
 
-    def fn_sink_flush(self, gemm: Any, state: Any, frag: Any, scale: Any = None) -> None:
+    def fn_sink_flush(
+        self, gemm: object, state: tuple[Any, ...], frag: cute.Tensor, scale: object = None
+    ) -> None:
         out, places, first, coord = state
         at = places.coordinates[None, None, None, coord[0], coord[1]]
         for i in range(cute.size(frag)):

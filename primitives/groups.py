@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.kinds import FLOATS, Operand, Output
 from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, nonlinear
 from coda_agent.primitives.tables import Table
+
+if TYPE_CHECKING:
+    import torch
+    from quack.epilogue.ops import EpiOp
+
+    from coda_agent.primitives.kinds import Lowering
 
 __all__ = ["GroupTile4", "GroupTile8", "GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
 __all__ += ["exchange", "group_max", "group_mean", "group_min", "group_sum", "rotate_half"]
@@ -122,7 +128,7 @@ def _span(op: str) -> int:
     return int(number) * (2 if name == EXCHANGED else 1)
 
 
-def folded(which: str, x: Any, width: int) -> Any:
+def folded(which: str, x: torch.Tensor, width: int) -> torch.Tensor:
     """Compute the meaning in torch."""
     import torch
 
@@ -135,7 +141,7 @@ def folded(which: str, x: Any, width: int) -> Any:
     return found.expand_as(groups).flatten(-2)
 
 
-def _untraced(*_: Any) -> Any:
+def _untraced(*_: object) -> NoReturn:
     raise AssertionError("a group's statistic needs its other elements")
 
 
@@ -194,14 +200,14 @@ class GroupTile(Output):
     width = 0
 
     @classmethod
-    def taken(cls, value: Any) -> Any:
+    def taken(cls, value: torch.Tensor) -> torch.Tensor:
         import torch
 
         # Of one row and one group, `contiguous` would leave the strides that are not.
         return value[:, :: cls.width].clone(memory_format=torch.contiguous_format)
 
     @classmethod
-    def store(cls, lowering: Any, o: str) -> Any:
+    def store(cls, lowering: Lowering, o: str) -> EpiOp:
         from coda_agent.primitives.group_store import GroupStore
 
         return GroupStore(lowering.names[o], cls.width)

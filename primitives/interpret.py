@@ -22,13 +22,15 @@ from coda_agent.primitives.reductions import Reduction
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.primitives.operation import Term
+
 
 def evaluate(
     graph: Graph,
     acc: torch.Tensor,
-    operands: Mapping[str, Any],
-    touch: Callable[[Any], Any] = lambda value: value,
-) -> list[Any]:
+    operands: Mapping[str, Term],
+    touch: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
+) -> list[torch.Tensor]:
     """Replay `graph` on tensors that broadcast against `acc` (M, N).
 
     What `touch` returns of an operation's result takes its place.
@@ -47,7 +49,7 @@ def interpret(
     row_block: int = 128,
     raw: bool = False,
     compute: torch.dtype | None = None,
-    touch: Callable[[Any], Any] = lambda value: value,
+    touch: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
 ) -> dict[str, torch.Tensor]:
     """Run `program` on the accumulator a bᵀ.
 

@@ -7,15 +7,33 @@ the class, and what is said here is what a kind does unless it says otherwise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from coda_agent.primitives.graph import Shape, Value
 from coda_agent.primitives.operation import Edge
 
 if TYPE_CHECKING:
     import torch
+    from quack.epilogue.ops import EpiOp
 
+    from coda_agent.primitives.fast_math import Lanes
+    from coda_agent.primitives.operation import Term
+    from coda_agent.primitives.program import Program
     from coda_agent.primitives.tiles import TileConfig
+
+    class Lowering(Protocol):
+        """What a kernel's epilogue is made by: `lower.Replay`."""
+
+        program: Program
+        names: dict[str, str]
+        indices: dict[str, EpiOp]
+        masked: set[str]
+        scaled: set[str]
+        apply: Callable[..., Lanes]
+
+        def index_of(self, o: str) -> str: ...
+
 
 GEMM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 """Element types of A and B, which are equal."""
@@ -62,7 +80,7 @@ class Resource:
         return "" if got == expected else f"has shape {got}, expected {expected}"
 
     @classmethod
-    def flat(cls, value: Any, m: int) -> Any:
+    def flat(cls, value: torch.Tensor, m: int) -> torch.Tensor:
         """Give a caller's tensor one dimension of rows."""
         if cls.dims[:1] != ("M",):
             return value
@@ -90,14 +108,14 @@ class Operand(Resource, Value):
     loader: ClassVar[str]
 
     @classmethod
-    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+    def lifted(cls, value: Term, acc: torch.Tensor) -> torch.Tensor:
         """Cast it to the accumulator's type, against which it broadcasts."""
         import torch
 
         return torch.as_tensor(value, dtype=acc.dtype, device=acc.device)
 
     @classmethod
-    def load(cls, name: str) -> Any:
+    def load(cls, name: str) -> EpiOp:
         """Make quack's operation that loads it, unless the GEMM's C does."""
         from quack.epilogue import ops
 
@@ -125,12 +143,12 @@ class Output(Resource):
         return cls.extents(m, n)
 
     @classmethod
-    def taken(cls, value: Any) -> Any:
+    def taken(cls, value: torch.Tensor) -> torch.Tensor:
         """Take what it holds of a value (rows, columns)."""
         return value
 
     @classmethod
-    def store(cls, lowering: Any, o: str) -> Any:
+    def store(cls, lowering: Lowering, o: str) -> EpiOp | str:
         """Make output `o`'s sink, store or name, by a `lower.Replay`.
 
         A sink or a store is quack's, and a name has its plain store; none of these is for the

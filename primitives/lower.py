@@ -16,7 +16,7 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.groups import spans
@@ -29,8 +29,15 @@ from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowGather, Tile, WideTile
 
+if TYPE_CHECKING:
+    from coda_agent.primitives.fast_math import Lanes
+    from coda_agent.primitives.stores import Mod
 
-def _bind(program: Program, block: int) -> Any:
+    Stored = Lanes | tuple[Lanes, Lanes]
+    """What an output takes; of a fused multiply-add the factors, of a pair both lanes."""
+
+
+def _bind(program: Program, block: int) -> Mod:
     import_quack()
     from coda_agent.primitives.stores import Mod
 
@@ -72,10 +79,10 @@ def _bind(program: Program, block: int) -> Any:
 
 # Bound modules by (digest, reduction block): each carries quack's plan cache, so a second call pays
 # no planning.
-_BOUND: dict[tuple[str, int], Any] = {}
+_BOUND: dict[tuple[str, int], Mod] = {}
 
 
-def lower(program: Program, tile_n: int) -> Any:
+def lower(program: Program, tile_n: int) -> Mod:
     """Find quack's module for `program`, with reduction blocks of `tile_n` columns."""
     # Only a mean bakes the block into the kernel: all else shares one module, and its compiled
     # objects, over tiles. Kernel-side names are positional, so programs of one digest share it too.
@@ -154,7 +161,7 @@ class Replay:
     def __quack_semantic_key__(self) -> tuple[str, ...]:
         return self.program.digest, str(self.block), fingerprint("primitives")
 
-    def __call__(self, acc: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, acc: Lanes, values: Mapping[str, Any]) -> dict[str, Stored]:
         graph, outputs = self.program.graph, self.program.outputs
         operands = {o: values.get(self.names[o]) for o in self.program.operands}
         known = {}
@@ -170,7 +177,9 @@ class Replay:
             results[self.names[o]] = value
         return results
 
-    def _reduced(self, o: str, kind: type[Reduction], value: Any, replayed: list[Any]) -> Any:
+    def _reduced(
+        self, o: str, kind: type[Reduction], value: Lanes, replayed: list[Lanes]
+    ) -> Stored:
         node = self.program.graph.nodes[self.program.graph.outputs[o]]
         half = node.shape is Shape.HALF
         weight = 1.0 / (self.block // 2 if half else self.block) if kind.mean else 1.0
@@ -196,7 +205,7 @@ class Replay:
         return nodes[nodes[self.program.graph.outputs[o]].args[1]].name
 
 
-def _lifted(x: Any, like: Any) -> Any:
+def _lifted(x: Lanes, like: Lanes) -> Lanes:
     """Make a number a value like `like`, a Float32 or packed lanes."""
     from cutlass import Float32
     from quack.epilogue.math import F2
@@ -207,7 +216,7 @@ def _lifted(x: Any, like: Any) -> Any:
     return Float32(x) if isinstance(x, float) else x
 
 
-def apply(name: str, *args: Any) -> Any:
+def apply(name: str, *args: Lanes) -> Any:
     """Apply an operation to Float32 scalars, `Pair`s, or packed f32x2 lanes."""
     from quack.epilogue.math import F2, Pair
 

@@ -7,10 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.graph import Value, record
+from coda_agent.primitives.graph import Operand, Value, record
+
+if TYPE_CHECKING:
+    import torch
+
+    Term = torch.Tensor | float
+    """What an operation means something on in torch; one of its terms is a tensor."""
+
+Argument = TypeVar("Argument", Value, "torch.Tensor", float)
+"""What a function of atoms is called with."""
 
 
 class Degree(IntEnum):
@@ -74,14 +83,14 @@ class Op:
     """
 
     name: str
-    torch: Callable[..., Any]
+    torch: Callable[..., torch.Tensor]
     cute: Callable[..., Any]
     arity: int
     call: Callable[..., Any]
     flops: int = 1
     commutative: bool = False
     packed: bool = False
-    derivative: Callable[..., Any] | None = None
+    derivative: Callable[..., Operand] | None = None
     edge: Callable[..., Edge] = unknown
     degree: Callable[..., Degree] = nonlinear
     error: Literal["", "range", "argument", "result"] = ""
@@ -105,14 +114,14 @@ PLACED: dict[str, Op] = {}
 
 def elementwise(
     cute: Callable[..., Any], **facts: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[..., torch.Tensor]], Callable[..., Any]]:
     """Define an atom by its function of torch, its lowering, and `facts`."""
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(fn: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         name, signature = fn.__name__, inspect.signature(fn)
 
         @wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Operand | Term, **kwargs: Operand | Term) -> Operand | Term:
             try:
                 values = signature.bind(*args, **kwargs).args
             except TypeError as error:
@@ -128,7 +137,7 @@ def elementwise(
     return decorate
 
 
-def as_tensors(*values: Any) -> tuple[Any, ...]:
+def as_tensors(*values: Term) -> tuple[torch.Tensor, ...]:
     """Make numbers among `values` tensors like the first tensor."""
     import torch
 
@@ -136,11 +145,11 @@ def as_tensors(*values: Any) -> tuple[Any, ...]:
     return tuple(torch.as_tensor(v, dtype=like.dtype, device=like.device) for v in values)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def _constant(fn: Callable[..., Any], values: tuple[float, ...]) -> float:
+def _constant(fn: Callable[..., torch.Tensor], values: tuple[float, ...]) -> float:
     """Compute an operation of numbers alone, in float64."""
     import torch
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.derivatives import chained, minus, plus, times
 from coda_agent.primitives.fast_math import (
@@ -22,6 +22,11 @@ from coda_agent.primitives.fast_math import (
 )
 from coda_agent.primitives.graph import Operand, Value
 from coda_agent.primitives.operation import Degree, Edge, additive, as_tensors, elementwise, kept
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.operation import Term
 
 __all__ = [
     "absolute",
@@ -111,7 +116,7 @@ def _gelu_erf_slope(z: Value, x: Value) -> Operand:
     edge=kept,
     degree=additive,
 )
-def add(x: Any, y: Any) -> Any:
+def add(x: torch.Tensor, y: Term) -> torch.Tensor:
     """x + y."""
     return x + y
 
@@ -123,7 +128,7 @@ def add(x: Any, y: Any) -> Any:
     edge=kept,
     degree=additive,
 )
-def sub(x: Any, y: Any) -> Any:
+def sub(x: torch.Tensor, y: Term) -> torch.Tensor:
     """x - y."""
     return x - y
 
@@ -136,7 +141,7 @@ def sub(x: Any, y: Any) -> Any:
     edge=_product_edge,
     degree=_product_degree,
 )
-def mul(x: Any, y: Any) -> Any:
+def mul(x: torch.Tensor, y: Term) -> torch.Tensor:
     """x · y."""
     return x * y
 
@@ -148,7 +153,7 @@ def mul(x: Any, y: Any) -> Any:
     degree=_quotient_degree,
     error="result",
 )
-def div(x: Any, y: Any) -> Any:
+def div(x: torch.Tensor, y: Term) -> torch.Tensor:
     """x / y, through the approximate reciprocal (1 ulp) on the GPU."""
     return x / y
 
@@ -160,7 +165,7 @@ def div(x: Any, y: Any) -> Any:
     edge=kept,
     degree=additive,
 )
-def neg(x: Any) -> Any:
+def neg(x: torch.Tensor) -> torch.Tensor:
     """-x."""
     return -x
 
@@ -172,7 +177,7 @@ def neg(x: Any) -> Any:
     edge=kept,
     aten=("maximum", "clamp_min"),
 )
-def maximum(x: Any, y: Any) -> Any:
+def maximum(x: Term, y: Term) -> torch.Tensor:
     """The larger of x and y; NaN if either is. One argument may be a number."""
     import torch
 
@@ -186,7 +191,7 @@ def maximum(x: Any, y: Any) -> Any:
     edge=kept,
     aten=("minimum", "clamp_max"),
 )
-def minimum(x: Any, y: Any) -> Any:
+def minimum(x: Term, y: Term) -> torch.Tensor:
     """The smaller of x and y; NaN if either is. One argument may be a number."""
     import torch
 
@@ -196,13 +201,13 @@ def minimum(x: Any, y: Any) -> Any:
 @elementwise(
     absolute_value, derivative=chained(lambda z, x: step(x) - step(-x)), edge=kept, aten=("abs",)
 )
-def absolute(x: Any) -> Any:
+def absolute(x: torch.Tensor) -> torch.Tensor:
     """|x|."""
     return x.abs()
 
 
 @elementwise(step_function, derivative=lambda z, x, dx: 0.0, edge=lambda x: Edge(x.zero, True))
-def step(x: Any) -> Any:
+def step(x: torch.Tensor) -> torch.Tensor:
     """1 where x > 0, else 0, for NaN too: the derivative of `relu`."""
     return (x > 0).to(x.dtype)
 
@@ -213,7 +218,7 @@ def step(x: Any) -> Any:
     derivative=lambda z, x, y, w, dx, dy, dw: plus(plus(times(dx, y), times(x, dy)), dw),
     edge=lambda x, y, z: kept(_product_edge(x, y), z),
 )
-def fma(x: Any, y: Any, z: Any) -> Any:
+def fma(x: Any, y: Any, z: Any) -> torch.Tensor:
     """x · y + z, rounded once."""
     import torch
 
@@ -224,7 +229,7 @@ def fma(x: Any, y: Any, z: Any) -> Any:
 
 
 @elementwise(nearest, flops=2, derivative=lambda z, x, dx: 0.0, edge=kept)
-def rint(x: Any) -> Any:
+def rint(x: torch.Tensor) -> torch.Tensor:
     """The nearest integer, ties to even, for |x| < 2²²; two additions on the GPU."""
     return x.round()
 
@@ -232,7 +237,7 @@ def rint(x: Any) -> Any:
 @elementwise(
     fast("exp"), flops=2, derivative=chained(lambda z, x: z), error="result", aten=("exp",)
 )
-def exp(x: Any) -> Any:
+def exp(x: torch.Tensor) -> torch.Tensor:
     """eˣ (MUFU.EX2 of the scaled argument)."""
     return x.exp()
 
@@ -240,7 +245,7 @@ def exp(x: Any) -> Any:
 @elementwise(
     fast("log"), flops=2, derivative=lambda z, x, dx: dx / x, error="result", aten=("log",)
 )
-def log(x: Any) -> Any:
+def log(x: torch.Tensor) -> torch.Tensor:
     """Natural logarithm."""
     return x.log()
 
@@ -252,13 +257,13 @@ def log(x: Any) -> Any:
     error="result",
     aten=("sqrt",),
 )
-def sqrt(x: Any) -> Any:
+def sqrt(x: torch.Tensor) -> torch.Tensor:
     """Square root."""
     return x.sqrt()
 
 
 @elementwise(fast("rsqrt"), derivative=chained(lambda z, x: z * z * z * -0.5), error="result")
-def rsqrt(x: Any) -> Any:
+def rsqrt(x: torch.Tensor) -> torch.Tensor:
     """1 / √x."""
     return x.rsqrt()
 
@@ -267,13 +272,13 @@ def rsqrt(x: Any) -> Any:
 @elementwise(
     fast("sin"), flops=2, derivative=chained(lambda z, x: cos(x)), edge=kept, error="range"
 )
-def sin(x: Any) -> Any:
+def sin(x: torch.Tensor) -> torch.Tensor:
     """Sine of x in radians (MUFU.SIN): good for |x| <= π, losing digits with |x| beyond."""
     return x.sin()
 
 
 @elementwise(fast("cos"), flops=2, derivative=chained(_cos_slope), edge=_bounded, error="range")
-def cos(x: Any) -> Any:
+def cos(x: torch.Tensor) -> torch.Tensor:
     """Cosine of x in radians (MUFU.COS): good for |x| <= π, losing digits with |x| beyond."""
     return x.cos()
 
@@ -286,7 +291,7 @@ def cos(x: Any) -> Any:
     error="range",
     aten=("erf",),
 )
-def erf(x: Any) -> Any:
+def erf(x: torch.Tensor) -> torch.Tensor:
     """The error function."""
     return x.erf()
 
@@ -299,7 +304,7 @@ def erf(x: Any) -> Any:
     error="range",
     aten=("tanh",),
 )
-def tanh(x: Any) -> Any:
+def tanh(x: torch.Tensor) -> torch.Tensor:
     """Hyperbolic tangent (one MUFU.TANH, relative error 2⁻¹¹)."""
     return x.tanh()
 
@@ -313,7 +318,7 @@ def tanh(x: Any) -> Any:
     error="range",
     aten=("sigmoid",),
 )
-def sigmoid(x: Any) -> Any:
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """σ(x) = 1 / (1 + e⁻ˣ)."""
     return x.sigmoid()
 
@@ -326,7 +331,7 @@ def sigmoid(x: Any) -> Any:
     error="range",
     aten=("softplus",),
 )
-def softplus(x: Any) -> Any:
+def softplus(x: torch.Tensor) -> torch.Tensor:
     """log(1 + eˣ); x itself above 20, as torch.nn.functional.softplus."""
     import torch
 
@@ -342,7 +347,7 @@ def softplus(x: Any) -> Any:
     error="argument",
     aten=("gelu",),
 )
-def gelu_tanh(x: Any) -> Any:
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """GELU in the tanh approximation: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
     import torch
 
@@ -358,7 +363,7 @@ def gelu_tanh(x: Any) -> Any:
     error="argument",
     aten=("gelu",),
 )
-def gelu_erf(x: Any) -> Any:
+def gelu_erf(x: torch.Tensor) -> torch.Tensor:
     """GELU, exact: ½·x·(1 + erf(x/√2))."""
     import torch
 

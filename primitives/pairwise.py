@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value, join
 from coda_agent.primitives.operation import MOVES, Op, additive, as_tensors, kept
+
+if TYPE_CHECKING:
+    import torch
+    from quack.epilogue.math import Pair
+
+    from coda_agent.primitives.fast_math import Register
+    from coda_agent.primitives.operation import Term
 
 _HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
 _DOUBLES = {Shape.HALF: Shape.TILE, Shape.TILE: Shape.WIDE}
@@ -67,14 +74,14 @@ def interleave(even: Operand, odd: Operand) -> Value:
     return graph.add(Node("interleave", (even.index, odd.index), _DOUBLES[shape]))
 
 
-def _interleaved(even: Any, odd: Any) -> Any:
+def _interleaved(even: Term, odd: Term) -> torch.Tensor:
     """Interleave tensors that broadcast to one another, or one and a number."""
     import torch
 
     return torch.stack(torch.broadcast_tensors(*as_tensors(even, odd)), dim=-1).flatten(-2)
 
 
-def _paired(even: Any, odd: Any) -> Any:
+def _paired(even: Register, odd: Register) -> Pair:
     from cutlass import Float32
     from quack.epilogue.math import Pair
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value
 from coda_agent.primitives.operation import PLACED, Degree, Edge, Op
+
+if TYPE_CHECKING:
+    import torch
+    from cutlass import Uint32
+
+    from coda_agent.primitives.operation import Term
 
 __all__ = ["column_index", "dropout", "philox_uniform", "row_index"]
 
@@ -21,6 +27,9 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
+
+Word = TypeVar("Word", "torch.Tensor", "Uint32")
+"""A number of 32 bits: a tensor of such, or an unsigned register."""
 
 
 def row_index(x: Value) -> Value:
@@ -90,7 +99,7 @@ def _whole(op: str, number: object) -> float:
     return float(number)
 
 
-def _product(a: Any, b: int) -> tuple[Any, Any]:
+def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Give high and low words of a product, on int64 tensors."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     total = (low >> 16) + high
@@ -98,11 +107,11 @@ def _product(a: Any, b: int) -> tuple[Any, Any]:
 
 
 def words(
-    counter: tuple[Any, ...],
+    counter: tuple[Word, ...],
     key: tuple[Any, ...],
-    product: Callable[[Any, int], tuple[Any, Any]],
+    product: Callable[[Word, int], tuple[Word, Word]],
     word: Callable[[Any], Any] = lambda number: number,
-) -> list[Any]:
+) -> list[Word]:
     """Compute Philox4x32-10's four words, by a `product` and constants of `word`."""
     a, b, c, d = counter
     for i in range(ROUNDS):
@@ -120,7 +129,9 @@ def _sum(key: Any, weyl: int, word: Callable[[Any], Any]) -> Any:
     return (key + word(weyl)) & word(_WORD)
 
 
-def philox(seed: float, offset: float, rows: int, columns: int, device: Any = None) -> Any:
+def philox(
+    seed: float, offset: float, rows: int, columns: int, device: torch.device | None = None
+) -> torch.Tensor:
     """Compute what `philox_uniform` gives for (rows, columns), in float64.
 
     The reference of a spec may call it.
@@ -144,7 +155,7 @@ def philox(seed: float, offset: float, rows: int, columns: int, device: Any = No
 
 
 @lru_cache(maxsize=1)
-def _traced() -> tuple[Any, Any]:
+def _traced() -> tuple[torch._ops.OpOverloadPacket, torch.library.Library]:
     """Make `philox` an operator of torch that traces record; and its library."""
     import torch
 
@@ -155,27 +166,29 @@ def _traced() -> tuple[Any, Any]:
     return torch.ops.coda_agent_placed.philox, library
 
 
-def _shaped(like: Any, seed: Any, offset: Any, rows: int, columns: int) -> Any:
+def _shaped(
+    like: torch.Tensor, seed: object, offset: object, rows: int, columns: int
+) -> torch.Tensor:
     import torch
 
     return like.new_empty(rows, columns, dtype=torch.float64)
 
 
-def _uniform(x: Any, seed: Any, offset: Any) -> Any:
+def _uniform(x: torch.Tensor, seed: Term, offset: Term) -> torch.Tensor:
     return philox(float(seed), float(offset), *x.shape, device=x.device).to(x.dtype)
 
 
-def _rows(x: Any) -> Any:
+def _rows(x: torch.Tensor) -> torch.Tensor:
     return _columns(x.mT).mT
 
 
-def _columns(x: Any) -> Any:
+def _columns(x: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.arange(x.shape[1], device=x.device).to(x.dtype).expand(x.shape)
 
 
-def _untraced(*_: Any) -> Any:
+def _untraced(*_: object) -> NoReturn:
     raise AssertionError("a place is not known by the values there")
 
 

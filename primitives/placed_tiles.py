@@ -6,9 +6,9 @@ The visit that stores reads them as if they were a tile's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cutlass import Float32, Uint32, cute
+from cutlass import Float32, Int32, Numeric, Uint32, cute
 from cutlass.cutlass_dsl import select_
 from quack.epilogue.ops import EpiContext
 from quack.rounding import mul_wide_u32
@@ -16,15 +16,19 @@ from quack.rounding import mul_wide_u32
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.placed import words
 
+if TYPE_CHECKING:
+    from coda_agent.primitives.fast_math import Register
+    from coda_agent.primitives.kinds import Lowering
 
-def _product(a: Any, b: int) -> tuple[Any, Any]:
+
+def _product(a: Uint32, b: int) -> tuple[Uint32, Uint32]:
     high, low = mul_wide_u32(a, Uint32(b))
     return high, low
 
 
 def placed(
-    graph: Graph, node: int, row: Any, columns: list[Any], scalars: Mapping[str, Any]
-) -> list[Any]:
+    graph: Graph, node: int, row: Int32, columns: list[Int32], scalars: Mapping[str, Register]
+) -> list[Float32]:
     """Give a node's values at adjacent columns, the first one even."""
     n = graph.nodes[node]
     if n.op == "row_index":
@@ -43,19 +47,19 @@ def placed(
     return found[: len(columns)]
 
 
-def _number(graph: Graph, node: int, scalars: Mapping[str, Any]) -> Any:
+def _number(graph: Graph, node: int, scalars: Mapping[str, Register]) -> int | Numeric:
     n = graph.nodes[node]
     return int(n.value) if n.op == "const" else Float32(scalars[n.name]).to(Uint32)
 
 
-def with_places(base: Any, replay: Any, nodes: list[int]) -> dict[str, Any]:
+def with_places(base: Any, replay: Lowering, nodes: list[int]) -> dict[str, Any]:
     """Make methods of a kernel class that give `replay` these nodes' values."""
     graph, names = replay.program.graph, replay.names
     kinds = dict(base._epi_mod_operands)
 
     def begin(
-        self: Any, params: Any, smem: Any, epi_tile: Any, t2r: Any, r2s: Any, tile: Any,
-        varlen: Any, barrier: Any, tidx: Any, *rest: Any,
+        self: Any, params: object, smem: object, epi_tile: object, t2r: object, r2s: object,
+        tile: tuple[Int32, ...], varlen: object, barrier: object, tidx: object, *rest: object,
     ) -> Any:  # fmt: skip
         given = epi_tile, t2r, r2s, tile, varlen, barrier, tidx
         ctx = EpiContext(self, *given)
@@ -64,11 +68,15 @@ def with_places(base: Any, replay: Any, nodes: list[int]) -> dict[str, Any]:
         self.placed_first = tile[0] * ctx.tile_M, tile[1] * ctx.tile_N
         return base.epi_begin(self, params, smem, *given, *rest)
 
-    def begin_loop(self: Any, params: Any, tensors: Any, coord: Any) -> Any:
+    def begin_loop(
+        self: Any, params: object, tensors: Mapping[str, Any], coord: tuple[int, int]
+    ) -> Any:
         self.placed_coord = coord
         return base.epi_begin_loop(self, params, tensors, coord)
 
-    def visit(self: Any, params: Any, tensors: Any, acc: Any, *rest: Any) -> Any:
+    def visit(
+        self: Any, params: object, tensors: Mapping[str, Any], acc: cute.Tensor, *rest: object
+    ) -> Any:
         at = self.placed_at[None, None, None, self.placed_coord[0], self.placed_coord[1]]
         of = {names[o]: o for o in names}
         scalars = {of[name]: tensors[name] for name, kind in kinds.items() if kind == "scalar"}
@@ -91,7 +99,7 @@ def name_of(node: int) -> str:
     return f"node_{node}"
 
 
-def fed(kernel: Any, tiles: Mapping[str, Any]) -> None:
+def fed(kernel: Any, tiles: Mapping[str, cute.Tensor]) -> None:
     """Have the visit of `kernel` read `tiles` too."""
     others = (x for x in kernel._epi_mod_operands if x[0] not in tiles)
     kernel._epi_mod_operands = (*others, *((name, "tile") for name in tiles))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Output
 
 if TYPE_CHECKING:
     import torch
+    from quack.epilogue.ops import EpiOp
 
+    from coda_agent.primitives.kinds import Lowering
     from coda_agent.primitives.tiles import TileConfig
 
 
@@ -95,7 +97,7 @@ class Reduction(Output):
         return cls.combine, block / folded if cls.mean else 1.0, 0.0
 
     @classmethod
-    def store(cls, lowering: Any, o: str) -> Any:
+    def store(cls, lowering: Lowering, o: str) -> EpiOp | str:
         from quack.epilogue.ops import ColVecReduce, OnlineLSEReduce, RowVecReduce
 
         name = lowering.names[o]

@@ -31,6 +31,10 @@ from coda_agent.primitives.tables import (
 
 if TYPE_CHECKING:
     import torch
+    from quack.epilogue.ops import EpiOp
+
+    from coda_agent.primitives.kinds import Lowering
+    from coda_agent.primitives.operation import Term
 
 __all__ = [
     "AddTile",
@@ -81,7 +85,7 @@ class Tile(Operand, Output):
     instruction = "UTMASTG"
 
     @classmethod
-    def store(cls, lowering: Any, o: str) -> Any:
+    def store(cls, lowering: Lowering, o: str) -> EpiOp | str:
         from coda_agent.primitives.stores import PairStore
 
         name = lowering.names[o]
@@ -105,7 +109,7 @@ class HalfTile(Output):
     instruction = "UTMASTG"
 
     @classmethod
-    def store(cls, lowering: Any, o: str) -> Any:
+    def store(cls, lowering: Lowering, o: str) -> EpiOp | str:
         from coda_agent.primitives.stores import HalfStore
 
         return HalfStore(lowering.names[o])
@@ -151,13 +155,13 @@ class HeadTable(Operand):
         )
 
     @classmethod
-    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+    def lifted(cls, value: Term, acc: torch.Tensor) -> torch.Tensor:
         table = super().lifted(value, acc)
         (m, n), (s, w) = acc.shape, table.shape
         return table.repeat(-(-m // s), n // w)[:m]
 
     @classmethod
-    def load(cls, name: str) -> Any:
+    def load(cls, name: str) -> EpiOp:
         from coda_agent.primitives.head_table import HeadTableLoad
 
         return HeadTableLoad(name)
@@ -223,7 +227,7 @@ class ColVector(Operand):
     loader = "ColVecLoad"
 
     @classmethod
-    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+    def lifted(cls, value: Term, acc: torch.Tensor) -> torch.Tensor:
         return super().lifted(value, acc)[:, None]
 
 
@@ -271,7 +275,7 @@ class Scalar(Operand):
         return "" if good else f"is {got}, expected a number or one float32"
 
     @classmethod
-    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+    def lifted(cls, value: Term, acc: torch.Tensor) -> torch.Tensor:
         return super().lifted(value, acc).reshape(())
 
 
@@ -320,7 +324,7 @@ class RowGather(Output):
     element_bytes = 4
 
     @classmethod
-    def store(cls, lowering: Any, o: str) -> Any:
+    def store(cls, lowering: Lowering, o: str) -> EpiOp | str:
         from coda_agent.primitives.stores import RowSelect
 
         return RowSelect(lowering.names[o], lowering.indices[lowering.index_of(o)])

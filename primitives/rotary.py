@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.graph import Value
+from coda_agent.primitives.operation import Argument
 from coda_agent.primitives.ops import cos, fma, rint, sin
 from coda_agent.primitives.pairwise import interleave, pairs
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def rotate(x: Any, y: Any, cosine: Any, sine: Any) -> tuple[Any, Any]:
+def rotate(x: Argument, y: Argument, cosine: Argument, sine: Argument) -> tuple[Argument, Argument]:
     """The pair (x, y) turned back by an angle: (x·cos + y·sin, y·cos - x·sin) (paper, kernel 1).
 
     Takes the two half-width values `pairs` gives, of the result and of a table. Costs four

@@ -6,11 +6,18 @@ statistics of what will be stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.fast_math import assembly
 from coda_agent.primitives.operation import Edge, elementwise, kept
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.fast_math import Register
+    from coda_agent.primitives.operation import Term
 
 __all__ = [
     "stochastic_bfloat16",
@@ -30,7 +37,7 @@ ROUNDINGS = {
 """The operation that rounds to an element type and back, by torch's name of the type."""
 
 
-def rounded(x: Any, dtype: Any) -> Any:
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round a floating tensor to `dtype` and back, ties to even.
 
     e4m3 has no infinity, and releases of PyTorch differ in what they make of a value beyond it.
@@ -43,7 +50,7 @@ def rounded(x: Any, dtype: Any) -> Any:
     return held.float().to(dtype).to(x.dtype)
 
 
-def stochastic(x: Any, u: Any, dtype: Any) -> Any:
+def stochastic(x: torch.Tensor, u: Term, dtype: torch.dtype) -> torch.Tensor:
     """Round a floating tensor to one of its two neighbours in `dtype`.
 
     It goes away from 0 where the share of the step that it is beyond the lower one, plus u in [0,
@@ -63,7 +70,7 @@ def stochastic(x: Any, u: Any, dtype: Any) -> Any:
     return torch.where(x.isfinite() | ((dtype.itemsize == 1) & x.isinf()), found.copysign(x), x)
 
 
-def _through(half: str) -> Any:
+def _through(half: str) -> Callable[..., Register]:
     """Convert to a 16-bit type and back."""
     return assembly(f".reg .b16 h; cvt.rn.{half}.f32 h, $1; cvt.f32.{half} $0, h;")
 
@@ -81,7 +88,9 @@ _INFINITE = (
 )
 
 
-def _cast(lowering: Any, *, finite: bool = False) -> Any:
+def _cast(
+    lowering: Callable[..., Register], *, finite: bool = False
+) -> Callable[[Callable[..., torch.Tensor]], Callable[..., Any]]:
     return elementwise(
         lowering,
         # What PyTorch's casts have: the gradient passes through.
@@ -91,7 +100,7 @@ def _cast(lowering: Any, *, finite: bool = False) -> Any:
 
 
 @_cast(_through("bf16"))
-def to_bfloat16(x: Any) -> Any:
+def to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """x rounded to bfloat16, ties to even, and computed on in float32.
 
     Cost: two conversions. `derivative` passes through, as PyTorch's does.
@@ -104,7 +113,7 @@ def to_bfloat16(x: Any) -> Any:
 
 
 @_cast(_through("f16"))
-def to_float16(x: Any) -> Any:
+def to_float16(x: torch.Tensor) -> torch.Tensor:
     """x rounded to float16, ties to even, infinite beyond 65504.
 
     Cost: two conversions. `derivative` passes through, as PyTorch's does.
@@ -117,7 +126,7 @@ def to_float16(x: Any) -> Any:
 
 
 @_cast(assembly(_EIGHT.format("e4m3")), finite=True)
-def to_e4m3(x: Any) -> Any:
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """x rounded to FP8 e4m3 (3 bits of fraction), ties to even; saturates at ±448, NaN stays NaN.
 
     Cost: three conversions. `derivative` passes through, as PyTorch's does. Use it for fake
@@ -132,7 +141,7 @@ def to_e4m3(x: Any) -> Any:
 
 
 @_cast(assembly(_EIGHT.format("e5m2") + _INFINITE))
-def to_e5m2(x: Any) -> Any:
+def to_e5m2(x: torch.Tensor) -> torch.Tensor:
     """x rounded to FP8 e5m2 (2 bits of fraction), ties to even, infinite from 61440 on.
 
     Cost: three conversions and three instructions that keep infinity. `derivative` passes through,
@@ -145,7 +154,7 @@ def to_e5m2(x: Any) -> Any:
     return rounded(x, torch.float8_e5m2)
 
 
-def _drawn(bits: int, low: str, top: str = "") -> Any:
+def _drawn(bits: int, low: str, top: str = "") -> Callable[..., Register]:
     """Lower the rounding of $1 by $2 in [0, 1).
 
     Its fraction has `bits` too many; what is added to them carries as often as they are large.
@@ -172,7 +181,7 @@ _stochastic = partial(
 
 
 @_stochastic(_drawn(16, "0f00800000"))
-def stochastic_bfloat16(x: Any, u: Any) -> Any:
+def stochastic_bfloat16(x: torch.Tensor, u: Term) -> torch.Tensor:
     """x rounded to one of its neighbours in bfloat16, by u in [0, 1): on average it is x.
 
     Cost: ten instructions. Use it with `philox_uniform`, for weights and states kept in 16 bits.
@@ -185,7 +194,7 @@ def stochastic_bfloat16(x: Any, u: Any) -> Any:
 
 
 @_stochastic(_drawn(20, "0f3c800000", "min.f32 size, size, 0f43e00000;"))
-def stochastic_e4m3(x: Any, u: Any) -> Any:
+def stochastic_e4m3(x: torch.Tensor, u: Term) -> torch.Tensor:
     """x rounded to one of its neighbours in e4m3, by u in [0, 1); saturates at ±448.
 
     Cost: twelve instructions. See `stochastic_bfloat16`.

@@ -14,19 +14,25 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
 from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue import frontend
-from quack.epilogue.ops import ColVecReduce, ColVecSelect, TileStore
+from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiContext, TileStore
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
 from coda_agent.primitives.groups import spans
 from coda_agent.primitives.wide import wide_access
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.kinds import Lowering
 
 
 class HalfStore(TileStore):
@@ -35,7 +41,7 @@ class HalfStore(TileStore):
     def __init__(self, name: str) -> None:
         super().__init__(name, gated=True)
 
-    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+    def to_params(self, gemm: Any, args: object) -> dict[str, object]:
         """Do quack's set-up without its assertion on the element width."""
         unchecked = copy.copy(self)
         unchecked.gated = gemm.arch != 90
@@ -49,12 +55,12 @@ class _Inside:
     the one that asks.
     """
 
-    def __init__(self, index: Any, n: Any, thread: Any) -> None:
+    def __init__(self, index: Any, n: Int32, thread: Int32) -> None:
         self.index, self.n, self.thread = index, n, thread
 
-    def __getitem__(self, row: Any) -> Int32:
+    def __getitem__(self, row: int | Int32) -> Int32:
         found = self.index[row]
-        inside: Any = (found >= 0) & (found < self.n)
+        inside = (found >= 0) & (found < self.n)
         return Int32(select_(inside, found, type(found)(-1)))
 
 
@@ -65,11 +71,15 @@ class RowSelect(ColVecSelect):
     its target or, where its index is no column, with 0 from the first tile of the row.
     """
 
-    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> tuple[Any, ...]:
+    def begin(
+        self, gemm: object, param: object, smem_tensor: object, ctx: EpiContext
+    ) -> tuple[object, ...]:
         index, *state = super().begin(gemm, param, smem_tensor, ctx)
         return (_Inside(index, ctx.varlen_manager.len_n(), ctx.tidx), *state)
 
-    def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> tuple[Any, ...]:
+    def begin_loop(
+        self, gemm: object, state: tuple[Any, ...], epi_coord: tuple[int, int]
+    ) -> tuple[object, ...]:
         # Once a tile, where the staged indices are there, and a barrier is still to come before the
         # next tile's overwrite them.
         if tuple(epi_coord) == (0, 0):
@@ -87,7 +97,7 @@ class RowSelect(ColVecSelect):
                 if index[row] < 0:
                     out[row] = Float32(0.0).to(out.element_type)
 
-    def host_validate(self, value: Any, **context: Any) -> None:
+    def host_validate(self, value: object, **context: object) -> None:
         """Check nothing: `allocate` made the vector."""
 
     @cute.jit
@@ -101,12 +111,12 @@ class RowSelect(ColVecSelect):
             gVec[row] = found[0].to(gVec.element_type)
 
 
-def _among(numbers: list[int], x: Any) -> Any:
+def _among(numbers: list[int], x: Int32) -> Boolean:
     """Tell whether an Int32 is one of `numbers`, by bit tests."""
-    found: Any = Boolean(False)
+    found = Boolean(False)
     for start in range(0, max(numbers) + 1, 32):
         bits = sum(1 << (i - start) for i in numbers if start <= i < start + 32)
-        at: Any = x - start
+        at = x - start
         near = (at >= 0) & (at < 32)
         found |= near & Boolean((Uint32(bits) >> Uint32(select_(near, at, Int32(0)))) & Uint32(1))
     return found
@@ -118,11 +128,13 @@ class MinReduce(ColVecReduce):
     def __init__(self, name: str) -> None:
         super().__init__(name, combine="max")
 
-    def fn_sink_flush(self, gemm: Any, state: Any, frag: Any, scale: Any = None) -> None:
+    def fn_sink_flush(
+        self, gemm: object, state: object, frag: cute.Tensor, scale: object = None
+    ) -> None:
         frag.store(-frag.load())
         super().fn_sink_flush(gemm, state, frag, scale)
 
-    def _finalize(self, vals: Any) -> Any:
+    def _finalize(self, vals: list[Float32]) -> Numeric:
         return -vals[0]
 
 
@@ -131,7 +143,9 @@ class PairStore(TileStore):
 
     fn_port = "sink"
 
-    def fn_sink_flush(self, gemm: Any, state: Any, frag: Any, scale: Any = None) -> None:
+    def fn_sink_flush(
+        self, gemm: Any, state: object, frag: cute.Tensor, scale: object = None
+    ) -> None:
         """Keep the subtile's values in registers, for the trace's next store."""
         gemm.pair_fragments[self.name] = frag
 
@@ -139,12 +153,19 @@ class PairStore(TileStore):
 class Mod(frontend.EpiMod):
     """An EpiMod whose kernels write their `PairStore`s, and never hang."""
 
-    def __init__(self, replay: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, replay: Lowering, *args: Any, **kwargs: Any) -> None:
         self._ours: dict[type, type] = {}
         self.replay = replay
         super().__init__(*args, **kwargs)
 
-    def gemm(self, A: Any, B: Any, D: Any, C: Any = None, **options: Any) -> Any:
+    def gemm(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        D: torch.Tensor | None,
+        C: torch.Tensor | None = None,
+        **options: Any,
+    ) -> host.GemmEpiPlan:
         """Make quack's plan, which knows no parts of K without D."""
         if D is not None or options["split_k"] == 1 or options["swap_ab"]:
             return super().gemm(A, B, D, C, **options)
@@ -167,14 +188,14 @@ class Mod(frontend.EpiMod):
             **{o: v for o, v in options.items() if o not in ours},
         )  # fmt: skip
 
-    def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _mint(self, *key: object) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         minted = super()._mint(*key)
         if minted not in self._ours:
             self._ours[minted] = _checked(_grouped(minted, self.replay))
         return self._ours[minted]
 
 
-def _grouped(minted: Any, replay: Any) -> Any:
+def _grouped(minted: Any, replay: Lowering) -> Any:
     """Give a class the statistics of groups and values of places."""
     if spans(replay.program.graph):
         from coda_agent.primitives.group_fold import with_groups
@@ -196,17 +217,17 @@ def _checked(minted: Any) -> type:
     wide = minted.arch == 90 and minted._epi_mod_packed_cd
     base = wide_access(minted) if wide else minted
 
-    def epi_visit_subtile(self: Any, *args: Any) -> tuple[Any, ...]:
+    def epi_visit_subtile(self: Any, *args: object) -> tuple[object, ...]:
         self.pair_fragments = {}
         stored = base.epi_visit_subtile(self, *args)
         return (*stored, *self.pair_fragments.values())
 
-    def set_up(self: Any, *args: Any) -> None:
+    def set_up(self: Any, *args: object) -> None:
         base._setup_attributes(self, *args)
         # Between here and the stores' atoms quack asserts that D exists where K is in parts.
         self.parts, self.split_k = self.split_k, 1
 
-    def make_stores(self: Any, *args: Any) -> Any:
+    def make_stores(self: Any, *args: object) -> object:
         self.split_k = self.parts
         return base.make_tma_epilogue_atoms_and_tensors(self, *args)
 
@@ -228,13 +249,14 @@ def _checked(minted: Any) -> type:
             "_setup_attributes": set_up,
             "make_tma_epilogue_atoms_and_tensors": make_stores,
         }
-    ours: Any = type(minted.__name__, (base,), methods)
+    ours = type(minted.__name__, (base,), methods)
     return ours
 
 
 def _deeper(
-    kernel: Any, stages: tuple[int, int, int], tile: Any, epi_tile: Any, a: Any, b: Any, d: Any,
-    c: Any, arguments: Any, capacity: int, occupancy: int, warps: Any,
+    kernel: Any, stages: tuple[int, int, int], tile: Sequence[int], epi_tile: Sequence[int],
+    a: type[Numeric], b: type[Numeric], d: type[Numeric] | None, c: type[Numeric] | None,
+    arguments: object, capacity: int, occupancy: int, warps: object,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Add a stage to the mainloop where stores and loads still fit.
 

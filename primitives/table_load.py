@@ -9,16 +9,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Numeric, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass._mlir_helpers.arith import ArithValue
 from quack.cute_dsl_utils import torch2cute_dtype_map
-from quack.epilogue.ops import EpiOp
+from quack.epilogue.ops import EpiContext, EpiOp
 
 from coda_agent.primitives.group_store import Fragments
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.tables import Table
+
+    Place = int | Int32 | Uint32
 
 
 class TableLoad(EpiOp):
@@ -30,14 +37,14 @@ class TableLoad(EpiOp):
         super().__init__(name)
         self.kind = kind
 
-    def config_key(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def config_key(self) -> tuple[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (self.kind.__name__,)
 
-    def host_arg_key(self, value: Any) -> tuple[Any, ...]:
+    def host_arg_key(self, value: torch.Tensor) -> tuple[type[Numeric], int]:
         form = self.kind.form(value.shape[1], value.stride(), value.data_ptr())
         return torch2cute_dtype_map[value.dtype], form
 
-    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+    def host_fake_arg(self, key: tuple[type[Numeric], int], fctx: object) -> Any:
         dtype, form = key
         if form == 0:
             return any_strides(dtype)
@@ -50,19 +57,23 @@ class TableLoad(EpiOp):
             assumed_align=dtype.width // (4 if whole else 8),
         )
 
-    def param_fields(self) -> list[tuple[Any, ...]]:
+    def param_fields(self) -> list[tuple[str, type, None]]:
         return [(self.name, object, None)]
 
-    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+    def to_params(self, gemm: object, args: object) -> dict[str, object]:
         return {self.name: getattr(args, self.name)}
 
-    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
+    def begin(
+        self, gemm: object, param: cute.Tensor, smem_tensor: object, ctx: EpiContext
+    ) -> tuple[object, ...]:
         places = Fragments(ctx)
         first = ctx.tile_coord_mnkl[0] * ctx.tile_M, ctx.tile_coord_mnkl[1] * ctx.tile_N
         size = ctx.varlen_manager.len_m(ctx.batch_idx), ctx.varlen_manager.len_n()
         return param, places, first, size
 
-    def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
+    def begin_loop(
+        self, gemm: object, state: tuple[Any, ...], epi_coord: tuple[int, int]
+    ) -> cute.Tensor:
         table, places, first, size = state
         at = places.coordinates[None, None, None, *epi_coord]
         found = cute.make_rmem_tensor(at.layout.shape, Float32)
@@ -92,7 +103,7 @@ class TableLoad(EpiOp):
                 found[i] = table[used[x], column].to(Float32)
         return found
 
-    def _pair(self, table: Any, row: Any, pair: Any) -> tuple[Any, Any]:
+    def _pair(self, table: Any, row: Int64, pair: Int64) -> tuple[Numeric, Numeric]:
         if self.kind.step == 2:
             return (table[row, pair].to(Float32),) * 2
         both = cute.local_tile(table, (1, 2), (row, pair))
@@ -101,7 +112,7 @@ class TableLoad(EpiOp):
         return loaded[0].to(Float32), loaded[1].to(Float32)
 
 
-def _opaque(x: Any) -> Any:
+def _opaque(x: Int32) -> Int32:
     """Hide an Int32 from what the compiler knows."""
     return Int32(
         llvm.inline_asm(
@@ -111,25 +122,29 @@ def _opaque(x: Any) -> Any:
     )  # fmt: skip
 
 
-def element(kind: Any, table: Any, row: Any, column: Any, size: Any) -> Any:
+def element(
+    kind: type[Table], table: Any, row: Place, column: Place, size: tuple[Place, Place]
+) -> Float32:
     """Read a table at a place, which may lie past the edge."""
     row, column = _inside(row, column, size)
     return table[_entry(kind, table, row, column, size)].to(Float32)
 
 
-def _inside(row: Any, column: Any, size: Any) -> list[Any]:
+def _inside(row: Place, column: Place, size: tuple[Place, Place]) -> list[Int32]:
     """Clamp a place to the last row and column."""
     least: Any = cutlass.min  # pyright: ignore[reportPrivateImportUsage]
     return [least(Int32(x), Int32(n) - 1) for x, n in zip((row, column), size, strict=True)]
 
 
-def _entry(kind: Any, table: Any, row: Any, column: Any, size: Any) -> tuple[Any, Any]:
+def _entry(
+    kind: type[Table], table: Any, row: Place, column: Place, size: tuple[Place, Place]
+) -> tuple[Int32, Int32]:
     extents = ([_unsigned(x) for x in some] for some in (size, table.shape))
     i, j = kind.entry(_unsigned(row), _unsigned(column), *extents)
     return Int32(i), Int32(j)
 
 
-def _unsigned(x: Any) -> Any:
+def _unsigned(x: Place) -> Uint32:
     """Make a number unsigned: signed divisions take twice the instructions.
 
     A shape's extents are values of a class of their own, whose divisions are signed even as
@@ -138,7 +153,7 @@ def _unsigned(x: Any) -> Any:
     return Uint32(ArithValue(Int32(x).ir_value(), False))
 
 
-def any_strides(dtype: Any) -> Any:
+def any_strides(dtype: type[Numeric]) -> cute.Tensor:
     """Make a matrix to compile for, of any strides, at any address."""
     return cute.runtime.make_fake_tensor(
         dtype,

@@ -7,6 +7,7 @@ embedding, a number for each head. `entry` says where; all three readings go by 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.primitives.graph import Shape
@@ -15,6 +16,9 @@ from coda_agent.primitives.operation import Edge
 
 if TYPE_CHECKING:
     import torch
+    from quack.epilogue.ops import EpiOp
+
+    from coda_agent.primitives.operation import Term
 
 __all__ = ["PositionHeads", "PositionPairs", "PositionTable", "SampleHeads", "SampleTable"]
 
@@ -41,7 +45,7 @@ class Table(Operand):
     subtile: ClassVar[int] = 32
 
     @classmethod
-    def form(cls, columns: int, strides: tuple[int, int], address: int) -> int:
+    def form(cls, columns: int, strides: Sequence[int], address: int) -> int:
         """Choose which of three kernels reads a table.
 
         1 is for one of a single column, `subtile` where the columns come in whole subtiles and can
@@ -52,7 +56,9 @@ class Table(Operand):
         return cls.subtile if whole else 1 if columns == 1 else 0
 
     @classmethod
-    def entry(cls, row: Any, column: Any, size: Any, table: Any) -> tuple[Any, Any]:
+    def entry(
+        cls, row: Any, column: Any, size: Iterable[Any], table: Iterable[Any]
+    ) -> tuple[Any, Any]:
         """Find which element of a table the output reads at a place."""
         (m, n), (r, c) = size, table
         found = column if cls.step == 1 else column // (cls.step or n // c)
@@ -73,7 +79,7 @@ class Table(Operand):
         return f"has shape {got}, expected (R, C) with R a divisor of {m} and C of {columns}"
 
     @classmethod
-    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+    def lifted(cls, value: Term, acc: torch.Tensor) -> torch.Tensor:
         import torch
 
         table, (m, n) = super().lifted(value, acc), acc.shape
@@ -82,7 +88,7 @@ class Table(Operand):
         return table[i[:, None], j]
 
     @classmethod
-    def load(cls, name: str) -> Any:
+    def load(cls, name: str) -> EpiOp:
         from coda_agent.primitives.table_load import TableLoad
 
         return TableLoad(name, cls)

@@ -10,14 +10,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cutlass import Int32, cute
+from cutlass import Int32, Numeric, cute
 from cutlass.cutlass_dsl import select_
 from quack.copy_utils import swizzle_ptr
 
+if TYPE_CHECKING:
+    from cutlass.utils import LayoutEnum
 
-def order(thread: Any, words: int) -> tuple[Any, dict[int, Any]]:
+    Place = int | Int32
+
+
+def order(thread: Place, words: int) -> tuple[Place, dict[int, Place]]:
     """Order a thread's way through its row of `words` 32-bit words.
 
     First 1 where the halves of the row change places, else 0; then for each stride between its
@@ -33,24 +38,26 @@ def wide_access(kernel: Any) -> Any:
     """Give quack's SM90 class in packed mode that access to its tiles."""
 
     class WideAccess(kernel):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             if self.num_regs_mma == 232:  # quack's choice for tiles below 208 columns
                 self.num_regs_load, self.num_regs_mma = 24, 240
 
         def epilog_smem_load_and_partition(
-            self, tiled_mma: Any, layout: Any, dtype: Any, *args: Any
-        ) -> tuple[Any, ...]:
+            self, tiled_mma: cute.TiledMma, layout: LayoutEnum, dtype: type[Numeric], *args: Any
+        ) -> tuple[object, ...]:
             *copy, part = super().epilog_smem_load_and_partition(tiled_mma, layout, dtype, *args)
             return *copy, _ordered(self, part, args[-1]) if _fits(self, dtype, layout) else part
 
         def epilog_smem_store_and_partition(
-            self, tiled_mma: Any, layout: Any, dtype: Any, *args: Any
-        ) -> tuple[Any, ...]:
+            self, tiled_mma: cute.TiledMma, layout: LayoutEnum, dtype: type[Numeric], *args: Any
+        ) -> tuple[object, ...]:
             *copy, part = super().epilog_smem_store_and_partition(tiled_mma, layout, dtype, *args)
             return *copy, _ordered(self, part, args[-1]) if _fits(self, dtype, layout) else part
 
-        def epi_visit_subtile(self, params: Any, loaded: Any, d: Any, c: Any) -> tuple[Any, ...]:
+        def epi_visit_subtile(
+            self, params: object, loaded: dict[str, Any], d: cute.Tensor, c: cute.Tensor
+        ) -> tuple[object, ...]:
             fragments = [(c, self.c_dtype, self.c_layout)]
             for op in self._epi_ops:
                 if op.is_tile_load():
@@ -67,13 +74,13 @@ def wide_access(kernel: Any) -> Any:
     return WideAccess
 
 
-def _fits(kernel: Any, dtype: Any, layout: Any) -> bool:
+def _fits(kernel: Any, dtype: type[Numeric], layout: LayoutEnum) -> bool:
     # Beside another warp group in the sub-tile's columns a thread has too few groups.
     whole = kernel.epi_tile[1] in (16, 32) and kernel.atom_layout_mnk[1] == 1
     return whole and dtype.width == 32 and layout.is_n_major_c()
 
 
-def _ordered(kernel: Any, part: Any, thread: Any) -> Any:
+def _ordered(kernel: Any, part: Any, thread: Int32) -> cute.Tensor:
     """Lay a thread's part of a swizzled sub-tile out by plain addresses."""
     half = kernel.epi_tile[1] // 2
     moved, negative = order(thread, kernel.epi_tile[1])
@@ -88,9 +95,9 @@ def _ordered(kernel: Any, part: Any, thread: Any) -> Any:
     return cute.make_tensor(start, layout)
 
 
-def _change_places(kernel: Any, fragment: Any) -> None:
+def _change_places(kernel: Any, fragment: cute.Tensor) -> None:
     moved, _ = order(cute.arch.thread_idx()[0], kernel.epi_tile[1])
-    words: Any = cute.recast_tensor(fragment, Int32)
+    words = cute.recast_tensor(fragment, Int32)
     half = cute.size(words) // 2
     for i in range(half):
         x, y = words[i], words[half + i]

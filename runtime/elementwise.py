@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Numeric, cute
 from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.math import Pair
@@ -44,6 +44,14 @@ from coda_agent.primitives.table_load import any_strides, element
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.elementwise_fold import fold_rows, folded, total
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.fast_math import Lanes
+
+    Loaded = Lanes | list[Lanes]
+    """An operand's value in a row, or one for each column."""
 
 _arch: Any = cute.arch
 
@@ -99,7 +107,7 @@ class Elementwise:
             _arch.barrier()
             self._finish(place, stores, partials)
 
-    def _fixed(self, tensors: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    def _fixed(self, tensors: Mapping[str, Any], place: _Place) -> dict[str, Loaded]:
         found = {}
         for o, kind in self.program.operands.items():
             if kind is RowVector:
@@ -108,7 +116,7 @@ class Elementwise:
                 found[o] = tensors[o] if isinstance(tensors[o], Float32) else tensors[o][0]
         return found
 
-    def _partials(self) -> dict[str, tuple[Any, ...]]:
+    def _partials(self) -> dict[str, tuple[cute.Tensor, ...]]:
         """Allocate a value a row and warp of each reduction over columns."""
         memory: Any = cutlass.utils.SmemAllocator()  # pyright: ignore[reportPrivateImportUsage]
         layout = cute.make_layout((self.rows, self.warps))
@@ -121,7 +129,13 @@ class Elementwise:
         }
 
     def _visit(
-        self, place: Any, first: Any, named: _Named, fixed: Any, sums: Any, partials: Any
+        self,
+        place: _Place,
+        first: int | Int32,
+        named: _Named,
+        fixed: Mapping[str, Loaded],
+        sums: Mapping[str, cute.Tensor],
+        partials: Mapping[str, tuple[cute.Tensor, ...]],
     ) -> None:
         """Load a few rows, then do the rest row by row."""
         rows, stores = [_Row(place, first + i) for i in range(self.at_once)], named.stores
@@ -146,7 +160,9 @@ class Elementwise:
                         made = _added(made, held[o])
                     _store(stores[o], made, row.index, place.vector, row.inside & place.inside)
 
-    def _load(self, row: Any, named: _Named) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    def _load(
+        self, row: _Row, named: _Named
+    ) -> tuple[list[Lanes], dict[str, Loaded], dict[str, list[Lanes]]]:
         (product, tensors, stores), column, values = named, row.place.column, {}
         for o, kind in self.program.operands.items():
             if kind is ColVector:
@@ -170,7 +186,7 @@ class Elementwise:
         return _loaded(product, row.read, column, COLUMNS), values, held
 
     def _replayed(
-        self, acc: list[Any], values: Mapping[str, Any], row: Any
+        self, acc: list[Lanes], values: Mapping[str, Any], row: _Row
     ) -> dict[str, list[Any]]:
         """Compute the outputs' values in this thread's columns of a row."""
         graph, count = self.program.graph, COLUMNS // (2 if self.program.paired else 1)
@@ -181,7 +197,7 @@ class Elementwise:
                 for o, value in values.items()
             }
             elements.append((_lane(acc, e, count), operands))
-        known = dict[int, list[Any]]()
+        known = dict[int, list[Lanes]]()
         for node in self.program.placed:
             columns = [row.place.start + j for j in range(COLUMNS)]
             drawn = placed(graph, node, row.index, columns, values)
@@ -204,7 +220,7 @@ class Elementwise:
                 found[o] = [x for x in found[o] for _ in "ab"]
         return found
 
-    def _statistic(self, place: Any, node: int, values: list[Any]) -> list[Any]:
+    def _statistic(self, place: Any, node: int, values: Sequence[Lanes]) -> list[Any]:
         """Compute a group's statistic, with the threads that hold its columns."""
         graph = self.program.graph
         which, span = which_of(graph.nodes[node].op), spans(graph)[node]
@@ -216,7 +232,9 @@ class Elementwise:
         found = (exchanged(which, parts(which, group), lanes) for group in groups)
         return [x for x in found for _ in range(count)]
 
-    def _moved(self, place: Any, distance: int, values: list[Any], *, rotated: bool) -> list[Any]:
+    def _moved(
+        self, place: _Place, distance: int, values: Sequence[Lanes], *, rotated: bool
+    ) -> list[Lanes]:
         """Give the values of columns so far away, rotated or as they are."""
         if distance >= COLUMNS:
             lanes = distance // COLUMNS
@@ -254,7 +272,7 @@ class Elementwise:
                 whole = total(kind.combine, planes)
                 stores[o][row, place.across] = self._mean(o, whole, place) if kind.mean else whole
 
-    def _mean(self, o: str, total: Any, place: Any) -> Any:
+    def _mean(self, o: str, total: Numeric, place: _Place) -> Float32:
         """Average over the block, or a shorter row, which is final."""
         whole = Int32(select_(place.n < self.columns, place.n, Int32(self.columns)))
         half = self.root[o].shape is Shape.HALF
@@ -286,32 +304,32 @@ class _Place:
 class _Row:
     """A CTA's row: `local`, `index` in tensors, `read` within them."""
 
-    def __init__(self, place: _Place, local: Any) -> None:
+    def __init__(self, place: _Place, local: int | Int32) -> None:
         self.place, self.local = place, local
         self.index = place.first + local
         self.inside = self.index < place.m
         self.read = Int32(select_(self.inside, self.index, Int32(0)))
 
 
-def _lane(values: list[Any], e: int, count: int) -> Any:
+def _lane(values: Sequence[Lanes], e: int, count: int) -> Lanes:
     """Take element or pair `e` of `count` out of `values`."""
     width = len(values) // count
     return values[e] if width == 1 else Pair(values[2 * e], values[2 * e + 1])
 
 
-def _registers(count: int, value: float) -> Any:
+def _registers(count: int, value: float) -> cute.Tensor:
     made = cute.make_rmem_tensor(cute.make_layout((1, count)), Float32)
     made.fill(value)
     return made
 
 
-def _tile(tensor: Any, row: Any, vector: Any, width: int) -> Any:
+def _tile(tensor: cute.Tensor, row: Int32 | None, vector: Int32, width: int) -> cute.Tensor:
     if row is None:
         return cute.local_tile(tensor, (width,), (vector,))
     return cute.local_tile(tensor, (1, width), (row, vector))
 
 
-def _loaded(tensor: Any, row: Any, vector: Any, width: int) -> list[Any]:
+def _loaded(tensor: cute.Tensor, row: Int32 | None, vector: Int32, width: int) -> list[Any]:
     source = _tile(tensor, row, vector, width)
     fragment = cute.make_rmem_tensor_like(source)
     cute.autovec_copy(source, fragment)
@@ -320,7 +338,7 @@ def _loaded(tensor: Any, row: Any, vector: Any, width: int) -> list[Any]:
     return [wide[j] for j in range(width)]
 
 
-def _converted(values: Any, element: Any) -> Any:
+def _converted(values: Sequence[Lanes], element: type[Numeric]) -> cute.Tensor:
     """Make values a fragment of the type that a tensor stores."""
     wide = _registers(len(values), 0.0)
     for j, value in enumerate(values):
@@ -330,7 +348,7 @@ def _converted(values: Any, element: Any) -> Any:
     return made
 
 
-def _added(made: Any, held: list[Any]) -> Any:
+def _added(made: cute.Tensor, held: list[Any]) -> cute.Tensor:
     """Add a rounded value to the buffer's, rounded as by TMA's reduce-add."""
     wide = cute.make_rmem_tensor_like(made, Float32)
     wide.store(made.load().to(Float32))
@@ -357,7 +375,7 @@ def compile_elementwise(program: Program, config: TileConfig, types: Sequence[An
     outputs; sizes and strides are those of a call.
     """
 
-    def fake(dtype: Any, rank: int, *, rows: bool) -> Any:
+    def fake(dtype: torch.dtype, rank: int, *, rows: bool) -> cute.Tensor:
         """Make a tensor of unit last stride; `rows` align 16 bytes."""
         element = torch2cute_dtype_map[dtype]
         unit = 128 // element.width if rows else 1
@@ -369,7 +387,7 @@ def compile_elementwise(program: Program, config: TileConfig, types: Sequence[An
             assumed_align=unit * element.width // 8,
         )
 
-    tensors: list[Any] = []
+    tensors: list[cute.Tensor | Float32] = []
     kinds = [Tile, *program.operands.values(), *program.outputs.values()]
     for dtype, kind in zip(types, kinds, strict=True):
         if dtype == "number":

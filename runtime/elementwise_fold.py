@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from cutlass import Float32, cute
+from cutlass import Boolean, Float32, Numeric, cute
 from cutlass.cutlass_dsl import select_
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.fast_math import Lanes
 
 _arch: Any = cute.arch
 _math: Any = cute.math
 
 
-def fold_rows(combine: str, sums: Any, values: list[Any], inside: Any) -> None:
+def fold_rows(combine: str, sums: Any, values: Sequence[Lanes], inside: Boolean) -> None:
     """Fold a row's values into those of the rows before it."""
     for j, value in enumerate(values):
         after = sums[j] + value if combine == "add" else _arch.fmax(sums[j], value)
         sums[j] = Float32(select_(inside, after, sums[j]))
 
 
-def folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
+def folded(combine: str, values: Sequence[Lanes], inside: Boolean) -> list[Float32]:
     """Fold a warp's inner threads; a log-sum-exp into maximum and sum."""
     if combine == "min":  # the maximum of the negated values, until `total`
         values, combine = [-Float32(v) for v in values], "max"
@@ -36,7 +40,7 @@ def folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
     return [top, _arch.warp_reduction_sum(_tree(parts, lambda x, y: x + y))]
 
 
-def total(combine: str, planes: list[list[Any]]) -> Any:
+def total(combine: str, planes: list[list[Any]]) -> Numeric:
     """Fold the partials of a CTA's warps."""
     if combine == "add":
         return _tree(planes[0], lambda x, y: x + y)
@@ -48,12 +52,12 @@ def total(combine: str, planes: list[list[Any]]) -> Any:
     return _math.log(_tree(parts, lambda x, y: x + y), fastmath=True) + top
 
 
-def _shift(top: Any) -> Any:
+def _shift(top: Float32) -> Float32:
     """Find what exponents are taken less: the maximum, or 0 of -inf."""
     return Float32(select_(top == Float32(-math.inf), Float32(0.0), top))
 
 
-def _tree(values: list[Any], fold: Any) -> Any:
+def _tree(values: list[Float32], fold: Callable[[Any, Any], Any]) -> Float32:
     while len(values) > 1:
         pairs = [fold(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[len(pairs) * 2 :]
