@@ -29,7 +29,7 @@ def meant(op: str) -> Op:
     return OPS[meaning] if meaning in OPS else operation(op)
 
 
-def recorded(op: str, *args: Any) -> Any:
+def recorded(op: str, *args: Any) -> Operand:
     """Record an operation; of a gathered value, which is only stored, nothing."""
     if op == "gather":
         return 0.0

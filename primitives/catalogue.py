@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import coda_agent.primitives as vocabulary
 from coda_agent.primitives.kinds import Operand, Output
@@ -59,7 +59,7 @@ def entries() -> list[Entry]:
     return sorted(found, key=lambda e: (KINDS.index(e.kind), e.name))
 
 
-def _entry(name: str, item: Any) -> Entry:
+def _entry(name: str, item: type | Callable[..., object]) -> Entry:
     doc = inspect.cleandoc(item.__doc__ or "")
     doc += _instructions() * (name == "ptx")
     signature = name if inspect.isclass(item) else name + _parameters(item)
@@ -74,13 +74,13 @@ def _instructions() -> str:
     return f"\n\nMeanings, functions of torch: {', '.join(meanings)}.\n\n{head}\n{listed}"
 
 
-def _parameters(item: Any) -> str:
+def _parameters(item: Callable[..., object]) -> str:
     signature = inspect.signature(item)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
-def _kind(name: str, item: Any) -> str:
+def _kind(name: str, item: object) -> str:
     if name == "epilogue":
         return "program"
     if inspect.isclass(item):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_wait
 
 from coda_agent.primitives.memory import allocator
@@ -92,10 +93,14 @@ Way = tuple[str, float, float]
 """How to fold: "add", "max", "min", "logsumexp", or "rstd" for 1 / √(sum · weight + eps); the
 factor of a sum; and what is added under the root."""
 
+Grid = tuple[int, int, int]
+Given = tuple[tuple[tuple[float, ...], ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+"""What `_fold` takes after the tensors."""
+
 Folds = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 # By what folds and their kernel depend on: sizes, strides, alignments, device, and numbers.
-_BOUND: dict[tuple[Any, ...], Folds] = {}
+_BOUND: dict[tuple[object, ...], Folds] = {}
 _KEPT = 1024
 
 
@@ -136,7 +141,7 @@ def fold(raw: torch.Tensor, combine: str, weight: float, eps: float = 0.0) -> to
     return folding(flat, [(combine, weight, eps)])(flat)[0].view(raw.shape[:-1])
 
 
-def compiled(raw: torch.Tensor, combine: str, capability: int) -> Any:
+def compiled(raw: torch.Tensor, combine: str, capability: int) -> CompiledKernel:
     """Compile a fold of `raw` (kept, folded), on the meta device.
 
     It is for GPUs of a compute capability such as 90. It names no lines of source, so equal code
@@ -150,7 +155,7 @@ def compiled(raw: torch.Tensor, combine: str, capability: int) -> Any:
         return _fold.warmup((raw,), (out,), *rest, grid=grid, launch_pdl=True)
 
 
-def prepared(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> tuple[Any, tuple[Any, ...]]:
+def prepared(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> tuple[Grid, Given]:
     """Find the grid of `_fold`, and its arguments after the tensors."""
     layouts = [(*t.shape, *t.stride()) for t in raws]
     across = []

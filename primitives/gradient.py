@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.adjoint import adjoints, dependents, recorded
 from coda_agent.primitives.derivatives import plus
@@ -25,6 +25,7 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Operand, Shape, Value
 from coda_agent.primitives.groups import GroupTile
 from coda_agent.primitives.interpret import evaluate
+from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.operation import PLACED
 from coda_agent.primitives.ops import exp
 from coda_agent.primitives.placed import column_index
@@ -172,7 +173,7 @@ class Gradient:
             for x in self.wanted
         ]
 
-    def _kind(self, x: str) -> Any:
+    def _kind(self, x: str) -> type[Resource]:
         return self.program.operands.get(x, Tile)
 
     @cached_property

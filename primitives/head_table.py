@@ -8,11 +8,15 @@ rows of 32 columns.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from cutlass import cute
+from cutlass import Int32, cute
 from quack import copy_utils
 from quack.epilogue.rotary import RotaryCosSinTMALoad
+
+if TYPE_CHECKING:
+    from cutlass.pipeline import PipelineAsync, PipelineState
 
 
 class HeadTableLoad(RotaryCosSinTMALoad):
@@ -21,12 +25,12 @@ class HeadTableLoad(RotaryCosSinTMALoad):
     def load_g2s_copy_fn(
         self,
         gemm: Any,
-        params: Any,
-        smem_tensor: Any,
-        tile_coord_mnkl: Any,
+        params: object,
+        smem_tensor: cute.Tensor,
+        tile_coord_mnkl: tuple[Int32, ...],
         varlen_manager: Any,
-        epi_pipeline: Any,
-    ) -> Any:
+        epi_pipeline: PipelineAsync,
+    ) -> Callable[..., None]:
         table = varlen_manager.offset_batch_epi(getattr(params, self.name), tile_coord_mnkl[3])
         epi_tile = getattr(params, self._epi_tile_key())
         rows, columns = (cute.size(extent) for extent in epi_tile)
@@ -52,7 +56,9 @@ class HeadTableLoad(RotaryCosSinTMALoad):
             subtiles.shape[1], order=(0, 1) if gemm.epi_m_major else (1, 0)
         )
 
-        def wrapped(src_idx: Any, producer_state: Any, **kwargs: Any) -> None:
+        def wrapped(
+            src_idx: int | Int32 | tuple[int, int], producer_state: PipelineState, **kwargs: object
+        ) -> None:
             at = src_idx if isinstance(src_idx, tuple) else order.get_hier_coord(src_idx)
             box = (first[0] + at[0]) % down, (first[1] + at[1]) % across
             produce(box, producer_state, **kwargs)

@@ -37,13 +37,13 @@ def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
     """Give quack's function to `decorate` at its first call."""
 
     @functools.wraps(decorate)  # quack looks at its parameters
-    def later(function: Any = None, **options: Any) -> Any:
+    def later(function: Any = None, **options: object) -> object:
         if not getattr(function, "__module__", "").startswith("quack."):
             return decorate(function, **options)  # another thread's
         made = functools.lru_cache(maxsize=1)(lambda: decorate(function, **options))
 
         @functools.wraps(function)
-        def call(*args: Any, **named: Any) -> Any:
+        def call(*args: object, **named: object) -> object:
             return made()(*args, **named)
 
         return call
@@ -59,7 +59,7 @@ class _Dynamo(ModuleType):
         function._dynamo_marked_constant = True  # as torch 2.11 and 2.13 do
         return function
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         import torch
 
         if torch.__dict__.get("_dynamo") is self:

@@ -42,7 +42,7 @@ def placed(
         drawn = words(counter, (seed, 0), _product, Uint32)
         late = (Uint32(column) & Uint32(2)) != Uint32(0)
         for first, second in (drawn[:3:2], drawn[1::2]):
-            word: Any = Uint32(select_(late, second, first))
+            word = Uint32(select_(late, second, first))
             found.append(Float32(word >> Uint32(8)) * Float32(2.0**-24))
     return found[: len(columns)]
 

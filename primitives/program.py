@@ -179,7 +179,7 @@ def _sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., Any]], Program]:
+def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., object]], Program]:
     """Declare an epilogue program.
 
     The decorated function takes the fp32 accumulator first, then operands annotated with a kind of
@@ -192,7 +192,7 @@ def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., Any]], Program]
     """
     _check_outputs(outputs)
 
-    def decorate(fn: Callable[..., Any]) -> Program:
+    def decorate(fn: Callable[..., object]) -> Program:
         doc = inspect.cleandoc(fn.__doc__ or "")
         program, values = begin(fn.__name__, doc, _parameters(fn), outputs)
         return finish(program, fn(**values))
@@ -231,7 +231,7 @@ def begin(
     return Program(name, doc, operands, dict(outputs), graph), values
 
 
-def _check_outputs(outputs: Mapping[str, Any]) -> None:
+def _check_outputs(outputs: Mapping[str, object]) -> None:
     if not outputs:
         raise ProgramError("@epilogue declares no output", hint="e.g. @epilogue(O=Tile)")
     for name, kind in outputs.items():
@@ -242,7 +242,7 @@ def _check_outputs(outputs: Mapping[str, Any]) -> None:
             )
 
 
-def finish(traced: Program, result: Any) -> Program:
+def finish(traced: Program, result: object) -> Program:
     """Close a program: `result` gives its outputs, which are checked.
 
     Raises:
@@ -263,9 +263,9 @@ def finish(traced: Program, result: Any) -> Program:
     return program
 
 
-def _parameters(fn: Callable[..., Any]) -> dict[str, Any]:
+def _parameters(fn: Callable[..., object]) -> dict[str, object]:
     """Read a function's annotations: kinds, also where they are texts."""
-    kinds = dict[str, Any]()
+    kinds = dict[str, object]()
     for p in inspect.signature(fn).parameters.values():
         kind: Any = p.annotation
         if isinstance(kind, str):  # `from __future__ import annotations`; a text is never evaluated
@@ -274,7 +274,7 @@ def _parameters(fn: Callable[..., Any]) -> dict[str, Any]:
     return kinds
 
 
-def _bind_outputs(traced: Program, result: Any) -> None:
+def _bind_outputs(traced: Program, result: object) -> None:
     name, outputs = traced.name, traced.outputs
     if not isinstance(result, dict):
         raise ProgramError(f"{name} returned {type(result).__name__}, expected a dict of outputs")
@@ -316,5 +316,5 @@ def _check_stores(program: Program) -> None:
         )
 
 
-def _label(kind: Any) -> str:
+def _label(kind: object) -> str:
     return getattr(kind, "__name__", "nothing" if kind is None else repr(kind))

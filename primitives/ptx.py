@@ -10,13 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.fast_math import assembly
 from coda_agent.primitives.graph import Operand, Value, record
 from coda_agent.primitives.operation import GROUPS, MOVES, OPS, PLACED, Op, as_tensors
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
+
+if TYPE_CHECKING:
+    import torch
+    from cutlass import Float32
+
+    from coda_agent.primitives.operation import Term
 
 MEANINGS = {
     "asinh": 1, "atan": 1, "atan2": 2, "ceil": 1, "copysign": 2, "cosh": 1, "erfc": 1, "erfinv": 1,
@@ -193,23 +199,23 @@ def _check_set(statements: Sequence[Statement], registers: Mapping[str, str]) ->
 
 def _computed(
     meaning: str, statements: Sequence[Statement], registers: Mapping[str, str]
-) -> Callable[..., Any]:
+) -> Callable[..., torch.Tensor]:
     """Make a call: of float32 the instructions, of float64 their meaning."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Term) -> torch.Tensor:
         import torch
 
-        args = as_tensors(*args)
-        if args[0].dtype is torch.float32:
-            return run(statements, registers, *args)
-        return getattr(torch, meaning)(*args)
+        tensors = as_tensors(*args)
+        if tensors[0].dtype is torch.float32:
+            return run(statements, registers, *tensors)
+        return getattr(torch, meaning)(*tensors)
 
     return call
 
 
 def _assembly(
     statements: Sequence[Statement], registers: Mapping[str, str], arity: int
-) -> Callable[..., Any]:
+) -> Callable[..., Float32]:
     declared = [f".reg .{type} {name}" for name, type in registers.items() if name[0] != "$"]
     texts = [*declared, *(s.text for s in statements)]
     return assembly(" ".join(f"{text};" for text in texts), arity)

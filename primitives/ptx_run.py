@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class Form:
 
     words: tuple[str, ...]
     types: tuple[str, ...]
-    evaluate: Callable[..., Any]
+    evaluate: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _approximate_quotient(words: Sequence[str], x: torch.Tensor, y: torch.Tensor
 
 # On float64, which holds a product of two float32 exactly. Rounding a quotient or root twice is
 # rounding it once: it is never so near to what float32 holds, or to the middle of two.
-_REAL: dict[str, Callable[..., Any]] = {
+_REAL: dict[str, Callable[..., torch.Tensor]] = {
     "add": _sum,
     "sub": lambda words, x, y: _sum(words, x, -y),
     "mul": lambda _, x, y: x * y,
@@ -226,7 +226,7 @@ def _compared(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.T
     return found | nan if how[2:] else found & ~nan
 
 
-_INTEGER: dict[str, Callable[..., Any]] = {
+_INTEGER: dict[str, Callable[..., torch.Tensor]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "min": lambda x, y: x.minimum(y),
@@ -266,7 +266,7 @@ _ROUND = ".rn|.rz|.rm|.rp"
 _INTEGRAL = ".rni|.rzi|.rmi|.rpi"
 _ORDER = ".eq|.ne|.lt|.le|.gt|.ge"
 _UNORDERED = ".equ|.neu|.ltu|.leu|.gtu|.geu|.num|.nan"
-_FORMS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
+_FORMS: tuple[tuple[str, str, str, Callable[..., torch.Tensor]], ...] = (
     ("add sub mul", f"{{{_ROUND}}}{{.ftz}}{{.sat}}.f32", "T T T", _real),
     ("fma", f"({_ROUND}){{.ftz}}{{.sat}}.f32", "T T T T", _real),
     ("div", f"({_ROUND}|.approx|.full){{.ftz}}.f32", "T T T", _real),

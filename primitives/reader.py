@@ -13,7 +13,7 @@ import ast
 import builtins
 import inspect
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from coda_agent import primitives
@@ -26,7 +26,7 @@ from coda_agent.primitives.syntax import parse
 _MAX_NODES = 1000  # a program; the largest known one has 110
 _MAX_NUMBER = 3.4028234663852886e38  # the largest float32
 _MAX_FAULTS = 20
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+_OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -34,7 +34,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-_REFUSED: Any = object()
+_REFUSED = object()
 """The value of an expression that was refused, and of all that is computed from it."""
 
 
@@ -137,9 +137,9 @@ class _Reader:
             self.refuse(function, error.message, error.hint)
         return None
 
-    def read_parameters(self, function: ast.FunctionDef) -> dict[str, Any]:
+    def read_parameters(self, function: ast.FunctionDef) -> dict[str, type | None]:
         """Read the kinds of the parameters; None of one that has none."""
-        arguments, kinds = function.args, dict[str, Any]()
+        arguments, kinds = function.args, dict[str, type | None]()
         others = (
             arguments.posonlyargs or arguments.kwonlyargs or arguments.vararg or arguments.kwarg
         )
@@ -154,8 +154,8 @@ class _Reader:
             kinds[a.arg] = a.annotation and self.read_kind(a.annotation, OPERAND_KINDS)
         return kinds
 
-    def read_decorator(self, function: ast.FunctionDef) -> dict[str, Any]:
-        kinds = dict[str, Any]()
+    def read_decorator(self, function: ast.FunctionDef) -> dict[str, type | None]:
+        kinds = dict[str, type | None]()
         match function.decorator_list if "epilogue" in self.names.imported else []:
             case [ast.Call(func=ast.Name(id="epilogue"), args=[], keywords=keywords)]:
                 for keyword in keywords:
@@ -167,14 +167,14 @@ class _Reader:
                 self.refuse(function, message, "import epilogue; @epilogue(D=Tile)")
         return kinds
 
-    def read_kind(self, node: ast.expr, kinds: dict[str, Any]) -> Any:
+    def read_kind(self, node: ast.expr, kinds: Mapping[str, type]) -> type | None:
         if isinstance(node, ast.Name) and node.id in kinds and node.id in self.names.imported:
             return kinds[node.id]
         hint = f"one of {', '.join(kinds)}, imported"
         self.refuse(node, "operands and outputs are declared by their kind", hint)
         return None
 
-    def read_body(self, function: ast.FunctionDef) -> dict[Any, Any]:
+    def read_body(self, function: ast.FunctionDef) -> dict[object, object]:
         """Evaluate the statements; what they return, by output."""
         for i, statement in enumerate(function.body):
             last = statement is function.body[-1]
@@ -197,7 +197,7 @@ class _Reader:
                     self.refuse(statement, message, "see any demonstration")
         return {}
 
-    def bind(self, target: ast.expr, result: Any) -> None:
+    def bind(self, target: ast.expr, result: object) -> None:
         names, results = [target], [result]
         if isinstance(target, ast.Tuple):
             names, results = target.elts, [_REFUSED] * len(target.elts)
@@ -216,7 +216,7 @@ class _Reader:
             else:
                 self.refuse(name, "only plain names may be assigned", "d = acc * r")
 
-    def evaluated(self, expression: ast.expr) -> Any:
+    def evaluated(self, expression: ast.expr) -> object:
         """Evaluate an expression, or refuse the first foreign part of it."""
         try:
             return self.names.value(expression)
@@ -241,7 +241,7 @@ class _Names:
         self.imported, self.functions = set[str](), dict[str, Any]()
         self.values = dict[str, Any]()
 
-    def value(self, node: ast.expr) -> Any:
+    def value(self, node: ast.expr) -> object:
         match node:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _applied(node, _OPERATORS[type(op)], [self.value(left), self.value(right)])
@@ -262,7 +262,7 @@ class _Names:
                 return _applied(node, self.functions[name], taken, named)
         raise self.refusal(node)
 
-    def taken(self, node: ast.Call, name: str, args: list[ast.expr]) -> list[Any]:
+    def taken(self, node: ast.Call, name: str, args: list[ast.expr]) -> list[object]:
         """Give a call's first arguments that are a function, or texts."""
         match name, args:
             case "derivative", [ast.Name(id=function), *_] if function in self.functions:
@@ -311,10 +311,10 @@ class _Names:
 
 def _applied(
     node: ast.expr,
-    function: Callable[..., Any],
-    args: list[Any],
-    named: dict[str, Any] | None = None,
-) -> Any:
+    function: Callable[..., object],
+    args: list[object],
+    named: dict[str, object] | None = None,
+) -> object:
     """Call an operator or a function of the vocabulary, or refuse to."""
     named = named or {}
     given = [*args, *named.values()]
@@ -335,7 +335,7 @@ def _applied(
         raise _Refusal(node, str(error), hint) from None
 
 
-def _bounded(node: ast.expr, value: Any) -> Any:
+def _bounded(node: ast.expr, value: Any) -> object:
     """Refuse a literal beyond float32, and whole numbers that grow without end."""
     if isinstance(value, int) or isinstance(node, ast.Constant):
         if not abs(value) <= _MAX_NUMBER:

@@ -75,7 +75,12 @@ def register(op: str, spec: Spec, variants: Variants) -> None:
     named = {key: " ".join((op, *key)) for key in known}
     _VARIANTS.update({named[key]: variant for key, variant in known.items()})
 
-    def setup(ctx: Any, inputs: Any, keyword_only_inputs: Mapping[str, Any], output: Any) -> None:
+    def setup(
+        ctx: Any,
+        inputs: Sequence[Any],
+        keyword_only_inputs: Mapping[str, str],
+        output: torch.Tensor | tuple[torch.Tensor, ...],
+    ) -> None:
         key = tuple([keyword_only_inputs[p] for p in spec.parameters])
         ctx.which, ctx.block_size = named[key], keyword_only_inputs["block_size"]
         _keep(ctx, known[key], inputs, output if isinstance(output, tuple) else (output,))
@@ -135,7 +140,9 @@ def _saving(variant: Variant, needed: tuple[bool, ...]) -> _Saving:
     return _Saving(wanted, names, reads)
 
 
-def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+def _keep(
+    ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
+) -> None:
     import torch
 
     needed, (a, b, *_) = ctx.needs_input_grad[: len(inputs)], variant.places
@@ -208,11 +215,11 @@ def _operator() -> None:
     torch.library.register_autograd(name, _twice, setup_context=_called, lib=library)
 
 
-def _called(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+def _called(ctx: Any, inputs: Sequence[Any], output: object) -> None:
     ctx.kernel = inputs[2].split()[0]
 
 
-def _twice(ctx: Any, *_: Any) -> None:
+def _twice(ctx: Any, *_: object) -> None:
     raise LaunchError(
         f"{ctx.kernel}: its gradient cannot be differentiated again",
         hint="a penalty on gradients needs the function in PyTorch's own calls",

@@ -12,6 +12,9 @@ from coda_agent.primitives.memory import allocator
 if TYPE_CHECKING:
     import torch
 
+    Results = torch.Tensor | tuple[torch.Tensor, ...] | None
+    """What a call returns: a single output alone."""
+
 Call = TypeVar("Call")
 
 # Calls that are kept, some kilobytes each; whoever meets more signatures starts again. And those
@@ -20,7 +23,7 @@ _CALLS, _SHAPES, _LAYOUTS = 2048, 1024, 4
 _NUMBERS = (float, int)
 
 
-def differentiated(values: Sequence[Any]) -> bool:
+def differentiated(values: Sequence[object]) -> bool:
     """Tell whether a call with such inputs is to be differentiated."""
     import torch
 
@@ -52,7 +55,7 @@ def filled(values: list[Any], scalars: Sequence[int], device: torch.device) -> b
     return True
 
 
-def picked(places: Sequence[int], results: Sequence[torch.Tensor]) -> Any:
+def picked(places: Sequence[int], results: Sequence[torch.Tensor]) -> Results:
     """Pick what a call returns: a tuple, a single output, or None."""
     if len(places) == 1:
         return results[places[0]]
@@ -120,11 +123,11 @@ class CallPlan:
 
 
 def launching(
-    call: Callable[..., Any],
+    call: Callable[..., object],
     order: Sequence[Sequence[int]],
     makes: Sequence[tuple[int, Callable[[Any], Any]]],
-    scheduler: Any,
-    meet: Callable[[torch.device], tuple[Any, ...]] | None,
+    scheduler: tuple[object, ...],
+    meet: Callable[[torch.device], tuple[torch.Tensor, ...]] | None,
 ) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], None]:
     """Make what launches a fused kernel on inputs and outputs.
 
@@ -149,7 +152,7 @@ def launching(
     return enqueue
 
 
-def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _getter(places: Sequence[int]) -> Callable[[Sequence[object]], tuple[object, ...]]:
     """Make an `itemgetter`, of one place and of none too."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -163,14 +166,14 @@ def _plain() -> tuple[type, type]:
     return torch.Tensor, torch.nn.Parameter
 
 
-def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
+def signature(values: Iterable[Any]) -> tuple[object, ...] | None:
     """Give what a launch depends on, if all values are plain.
 
     It is of a tensor its shape, strides, dtype, device and address mod 32, of a number nothing.
     Subclasses of tensors, and views that negate, are not plain.
     """
     tensor, parameter = _plain()
-    parts: list[Any] = []
+    parts: list[object] = []
     for value in values:
         kind = type(value)
         if kind is tensor or kind is parameter:
@@ -201,8 +204,8 @@ class Calls(Generic[Call]):
     def __init__(self, a: int, b: int, scalars: Sequence[int], count: int) -> None:
         self._a, self._b, self._scalars = a, b, scalars
         self._others = itemgetter(*[i for i in range(count) if i not in scalars])
-        self._checks: dict[Any, list[tuple[Callable[..., bool], Call, bool]]] = {}
-        self._known: dict[Any, Call] = {}
+        self._checks: dict[tuple[object, ...], list[tuple[Callable[..., bool], Call, bool]]] = {}
+        self._known: dict[tuple[object, ...], Call] = {}
 
     def __len__(self) -> int:
         return len(self._known)

@@ -36,7 +36,7 @@ class CallInputs:
             chosen.append(value)
         return tuple(chosen)
 
-    def named(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
+    def named(self, args: tuple[object, ...], inputs: dict[str, Any]) -> list[Any]:
         """Find the inputs that follow `args` in the spec's order."""
         name, names = self._kernel, self.names
         rest = names[len(args) :]
@@ -70,7 +70,7 @@ class CallInputs:
                 hint="use torch.autograd.grad or backward()",
             )
 
-    def autocast(self, values: list[Any]) -> str | None:
+    def autocast(self, values: list[object]) -> str | None:
         """Cast as autocast does where it is on; the device's type then."""
         import torch
 
@@ -84,7 +84,7 @@ class CallInputs:
                 values[i] = value if value.dtype is torch.float64 else value.to(dtype)
         return device
 
-    def check(self, values: Sequence[Any]) -> None:
+    def check(self, values: Sequence[object]) -> None:
         """Refuse what is no dense tensor, nor an allowed number."""
         import torch
 

@@ -25,6 +25,8 @@ from coda_agent.specs.layout import Place
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.runtime.call_cache import Results
+
 
 class Kernel:
     """An accepted kernel: a function of the spec's inputs, and torch operators.
@@ -40,7 +42,7 @@ class Kernel:
         origin: What gives it again, as `__reduce__` returns it; None where nothing does.
     """
 
-    origin: str | tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    origin: str | tuple[Callable[..., object], tuple[object, ...]] | None = None
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class Kernel:
         less = f".without({', '.join(map(repr, self.left_out))})" if self.left_out else ""
         return f"<kernel {self.__name__}{less}>"
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[object, ...]:
         """Pickle by name, or by the folder of a workspace's."""
         if self.origin is None:
             raise TypeError(f"{self!r} cannot be pickled: it was made here, out of no folder")
@@ -157,7 +159,7 @@ class Kernel:
     def __copy__(self) -> Kernel:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Kernel:
+    def __deepcopy__(self, memo: object) -> Kernel:
         return self
 
     def pack(self, **tensors: torch.Tensor) -> torch.Tensor:
@@ -220,7 +222,7 @@ class Kernel:
             kept = self.kept.get(key) if differentiated(values) else None
             packet = kept or self.ops[key]
             op = packet.Tensor if in_memory else packet.default
-            static: dict[str, Any] = dict(zip(self._inputs.parameters, key, strict=True))
+            static: dict[str, str | int] = dict(zip(self._inputs.parameters, key, strict=True))
             if block is not None:
                 static["block_size"] = block
             found = op(*values, **static)
@@ -259,7 +261,9 @@ def _variants(
     }
 
 
-def _operators(name: str, spec: Spec, variants: Variants) -> dict[tuple[str, ...], Any]:
+def _operators(
+    name: str, spec: Spec, variants: Variants
+) -> dict[tuple[str, ...], torch._ops.OpOverloadPacket]:
     ops = register(name, spec, variants)
     gradients.register(name, spec, variants)
     return ops
@@ -275,7 +279,9 @@ def _returned(
     return tuple(o for o in spec.outputs if o not in updated), places[0] if places else None
 
 
-def _with_updated(results: Any, given: Sequence[Any], o: int, i: int) -> Any:
+def _with_updated(
+    results: Results, given: Sequence[torch.Tensor], o: int, i: int
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Put input `i` in the place `o` of what overwrote it."""
     others = results if isinstance(results, tuple) else () if results is None else (results,)
     return (*others[:o], given[i], *others[o:]) if others else given[i]

@@ -28,6 +28,9 @@ from coda_agent.runtime.call_cache import launching
 
 if TYPE_CHECKING:
     import torch
+    from quack.gemm_runtime.host import GemmEpiPlan
+
+    from coda_agent.primitives.operation import Term
 
 
 # FP8 products are summed by the tensor core alone, as cuBLAS's use_fast_accum does: quack's default
@@ -44,7 +47,7 @@ def allocate(
     n: int,
     dtypes: Mapping[str, torch.dtype],
     config: TileConfig,
-    device: Any,
+    device: torch.device | str,
 ) -> dict[str, torch.Tensor]:
     """Make raw output buffers; the caller fills what is added to."""
     import torch
@@ -74,7 +77,7 @@ class Arguments(NamedTuple):
     program: Program
     a: torch.Tensor
     b: torch.Tensor
-    operands: Mapping[str, Any]
+    operands: Mapping[str, Term]
     outputs: Mapping[str, torch.Tensor]
     config: TileConfig
     bound: Bound | None = None
@@ -91,7 +94,7 @@ class Bound:
 
     program: Program
     config: TileConfig
-    enqueue: Callable[[Sequence[Any], Sequence[torch.Tensor]], None]
+    enqueue: Callable[[Sequence[object], Sequence[torch.Tensor]], None]
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Run on inputs like the bound ones; further ones are passed over."""
@@ -151,7 +154,7 @@ def _fused(given: Arguments) -> Callable[..., None]:
             in_memory = hasattr(operands[o], "data_ptr")
             makes.append((i, methodcaller("data_ptr") if in_memory else float))
     # Just compiled, quack's function is a wrapper that parses keywords; from the cache it is bare.
-    call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
+    call: Any = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
     scheduler = _options(plan)
     if plan.scheduler_uses_semaphore:
         call = _counted(call)
@@ -161,17 +164,25 @@ def _fused(given: Arguments) -> Callable[..., None]:
     return launching(call, _ordered(given, plan), makes, scheduler, meet)
 
 
-def _options(plan: Any) -> Any:
+def _options(plan: GemmEpiPlan) -> tuple[object, ...]:
     from quack.gemm_tvm_ffi_utils import make_scheduler_args
 
     options = make_scheduler_args(0, plan.max_swizzle_size, None)
     return options._replace(max_active_clusters=plan.max_active_clusters)
 
 
-def _counted(call: Callable[..., Any]) -> Callable[..., None]:
+def _counted(call: Callable[..., object]) -> Callable[..., None]:
     """Give each launch of a kernel the counter of its tiles."""
 
-    def launch(a: Any, b: Any, d: Any, c: Any, epilogue: Any, scheduler: Any, *rest: None) -> None:
+    def launch(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor | None,
+        c: torch.Tensor | None,
+        epilogue: tuple[object, ...],
+        scheduler: Any,
+        *rest: None,
+    ) -> None:
         counter = tile_counter(a.device)
         scheduler = scheduler._replace(tile_count_semaphore=counter.data_ptr())
         call(a, b, d, c, epilogue, scheduler, *rest)
@@ -188,7 +199,7 @@ def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return _ordered(given, cached(partial(_plan, given)))
 
 
-def _ordered(given: Arguments, plan: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ordered(given: Arguments, plan: GemmEpiPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     program, swap = given.program, given.config.swap_ab
     a_at = len(program.outputs) + 1
     named = (*program.outputs, None, None, *program.operands)
@@ -198,7 +209,7 @@ def _ordered(given: Arguments, plan: Any) -> tuple[tuple[int, ...], tuple[int, .
     return gemm, tuple(at.get(name, 0) for name in plan.arg_template)
 
 
-def _plan(given: Arguments) -> Any:
+def _plan(given: Arguments) -> GemmEpiPlan:
     program, a, b, operands, outputs, config, _ = given
     values = _by_kernel_name(program, operands, outputs)
     d, c = values.pop("D", None), values.pop("c", None)
@@ -235,7 +246,7 @@ def _plan(given: Arguments) -> Any:
 
 
 def _by_kernel_name(
-    program: Program, operands: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
+    program: Program, operands: Mapping[str, Term], outputs: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Name tensors and numbers as the kernel: "c", "D", then positions."""
     names, values = kernel_names(program), dict[str, Any]()

@@ -27,6 +27,8 @@ from coda_agent.specs import Spec
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.runtime.call_cache import Results
+
 
 @lru_cache(maxsize=1)
 def operators() -> torch.library.Library:
@@ -82,7 +84,7 @@ class Variant:
             tuple(outputs.index(o) for o in spec.outputs if o not in updated),
         )
 
-    def __call__(self, values: Sequence[Any], block_size: int | None = None) -> Any:
+    def __call__(self, values: Sequence[object], block_size: int | None = None) -> Results:
         """Give the outputs that overwrite no input, a single one alone.
 
         They are a tuple where there are several, and None where there is none; `updated` inputs
@@ -98,21 +100,21 @@ class Variant:
         results = self.function(a, b, operands, block_size=block_size)
         return self._returned(values, [results[o] for o in self.function.program.outputs])
 
-    def run(self, call: CallPlan, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
+    def run(self, call: CallPlan, inputs: Sequence[object], values: Sequence[object]) -> Any:
         """Do the same, by a resolved call with such `inputs`."""
         return self._returned(values, call(inputs))
 
-    def fake(self, values: Sequence[Any], block_size: int | None = None) -> Any:
+    def fake(self, values: Sequence[object], block_size: int | None = None) -> Results:
         """Do the same for tensors without data."""
         a, b, operands = self._named(values)
         results = self.function.fake(a, b, operands, block_size=block_size)
         return self._returned(None, [results[o] for o in self.function.program.outputs])
 
-    def inputs(self, values: Sequence[Any]) -> list[Any]:
+    def inputs(self, values: Sequence[object]) -> list[Any]:
         """Give A, B and the operands, as a resolved call takes them."""
         return [values[i] for i in self.places]
 
-    def _named(self, values: Sequence[Any]) -> tuple[Any, Any, dict[str, Any]]:
+    def _named(self, values: Sequence[object]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Give A, B and the operands, which require no gradient."""
         if differentiated(values):
             why = "it overwrites an input" if self.updated else "its outputs have no gradients"
@@ -123,7 +125,9 @@ class Variant:
         a, b, *operands = self.inputs(values)
         return a, b, dict(zip(self.operands, operands, strict=True))
 
-    def _returned(self, values: Sequence[Any] | None, results: Sequence[torch.Tensor]) -> Any:
+    def _returned(
+        self, values: Sequence[object] | None, results: Sequence[torch.Tensor]
+    ) -> Results:
         if values is not None and self.updated:
             self._update(values, results)
         return picked(self.returned, results)
@@ -166,8 +170,11 @@ def _define(name: str, spec: Spec, variants: Variants, defaults: dict[str, str])
     updated = spec.updated(defaults)
 
     def body(
-        call: Callable[..., Any], *args: Any, block_size: int | None = None, **static: str
-    ) -> Any:
+        call: Callable[..., Results],
+        *args: object,
+        block_size: int | None = None,
+        **static: str,
+    ) -> Results:
         key = tuple([static.get(p, default) for p, default in defaults.items()])
         variant = variants.get(key)
         if variant is None:

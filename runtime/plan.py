@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Resource
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from coda_agent.primitives.fold import Folds
+    from coda_agent.primitives.operation import Term
 
     View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -45,7 +46,7 @@ def resolve(
     program: Program,
     a: torch.Tensor,
     b: torch.Tensor,
-    operands: Mapping[str, Any],
+    operands: Mapping[str, Term],
     config: TileConfig,
     wanted: Wanted,
 ) -> CallPlan:

@@ -7,7 +7,7 @@ no other file of the process that made it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,26 +76,36 @@ def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> 
     return choose
 
 
-def _call(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> list[torch.Tensor]:
+def _call(
+    a: torch.Tensor, b: torch.Tensor, operands: Sequence[torch.Tensor] | None, *, program: str
+) -> list[torch.Tensor]:
     return _results(function_of(program), ProgramFunction.__call__, a, b, operands)
 
 
-def _fake(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> list[torch.Tensor]:
+def _fake(
+    a: torch.Tensor, b: torch.Tensor, operands: Sequence[torch.Tensor] | None, *, program: str
+) -> list[torch.Tensor]:
     return _results(function_of(program), ProgramFunction.fake, a, b, operands)
 
 
-def _results(function: ProgramFunction, call: Any, a: Any, b: Any, operands: Any) -> list[Any]:
+def _results(
+    function: ProgramFunction,
+    call: Callable[..., dict[str, torch.Tensor]],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
     operands = operands or ()  # torch 2.13's AOTInductor gives None for a list of no tensors
     results = call(function, a, b, dict(zip(function.program.operands, operands, strict=True)))
     return [results[x] for x in function.program.outputs]
 
 
-def _flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+def _flops(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> int:
     return 2 * a[0] * a[1] * b[0]
 
 
 @lru_cache(maxsize=1)
-def kernel_operator() -> Any:
+def kernel_operator() -> torch._ops.OpOverloadPacket:
     """Register `coda_agent::kernel`, once; the operator."""
     import torch
     from torch.utils.flop_counter import register_flop_formula

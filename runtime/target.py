@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,8 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from coda_agent.runtime.launch import Arguments
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
@@ -89,10 +91,10 @@ class Tensors(NamedTuple):
 
         from coda_agent.runtime.launch import Arguments, allocate
 
-        def meta(*shape: int, name: str) -> Any:
+        def meta(*shape: int, name: str) -> torch.Tensor:
             return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
 
-        def scalar() -> Any:
+        def scalar() -> torch.Tensor | float:
             if not self.read_scalars:
                 return 1.0
             with FakeTensorMode():  # quack asks whether it is on a GPU
@@ -169,16 +171,18 @@ def _recorded() -> Iterator[dict[str, Any]]:
     record: dict[str, Any] = {}
     key_to_hash, build = jit._key_to_hash, host.compile_gemm_kernel
 
-    def hashed(key: Any) -> str:
+    def hashed(key: tuple[object, ...]) -> str:
         sha = key_to_hash(key)
         folder = jit.get_cache_path() / jit._compute_source_fingerprint()
         record["object"] = str(folder / f"{sha}.o")
         return sha
 
-    def built(*args: Any, post_init: Any = None, **kwargs: Any) -> Any:
-        kernels: list[Any] = []
+    def built(
+        *args: Any, post_init: Callable[[object], object] | None = None, **kwargs: Any
+    ) -> object:
+        kernels: list[object] = []
 
-        def keep(kernel: Any) -> None:
+        def keep(kernel: object) -> None:
             kernels.append(kernel)
             if post_init is not None:
                 post_init(kernel)

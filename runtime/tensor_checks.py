@@ -16,6 +16,8 @@ from coda_agent.primitives.resources import HalfTile, steps
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.primitives.operation import Term
+
 
 @dataclass(frozen=True, eq=False)
 class TensorChecks:
@@ -51,7 +53,7 @@ class TensorChecks:
         self,
         a: torch.Tensor,
         b: torch.Tensor,
-        operands: Mapping[str, Any],
+        operands: Mapping[str, Term],
         types: tuple[str, ...],
     ) -> tuple[int, int, int, tuple[int, ...]]:
         """Find M, N, K and the leading dimensions; M may be symbolic.
@@ -90,7 +92,13 @@ class TensorChecks:
         return math.prod(lead), n, k, lead
 
     def _fault(
-        self, o: str, kind: type[Resource], value: Any, a: torch.Tensor, lead: Any, n: int
+        self,
+        o: str,
+        kind: type[Resource],
+        value: Any,
+        a: torch.Tensor,
+        lead: tuple[int, ...],
+        n: int,
     ) -> str:
         """Say what is wrong with an operand, if anything."""
         if value is None:
@@ -116,6 +124,6 @@ class TensorChecks:
         return LaunchError(f"{self.program.name}: {message}", hint=hint)
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: object) -> str:
     """Name a dtype as specs do."""
     return str(dtype).removeprefix("torch.")

@@ -134,7 +134,7 @@ class UserTuning:
             return {}
         return _LINES.validate_json(text)
 
-    def add(self, measured: Mapping[str, Any]) -> None:
+    def add(self, measured: Mapping[str, object]) -> None:
         """Add lines, in place of their shapes'; adding none tests the folder.
 
         Raises:

@@ -15,6 +15,8 @@ from coda_agent.specs.layout import Layout, Part, Place, halved, interleaved, or
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.runtime.call_cache import Results
+
 
 class Declared:
     """A spec's layout, as plain values, since torch.compile traces its calls.
@@ -59,9 +61,9 @@ class Declared:
             lines.append(f"{name} = {self.name}.pack({given}), once")
         return "; ".join(lines)
 
-    def entered(self, values: Sequence[Any]) -> list[Any]:
+    def entered(self, values: Sequence[object]) -> list[Any]:
         """Make canonical inputs of a caller's."""
-        found = list(values)
+        found: list[Any] = [*values]
         for i, name, flat, turned, columns, units in self.inputs:
             value = found[i]
             if not hasattr(value, "shape"):
@@ -84,10 +86,12 @@ class Declared:
                 found[i] = found[i].reshape(math.prod(extents[:rows]), math.prod(extents[rows:]))
         return found
 
-    def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:
+    def left(
+        self, names: Sequence[str], results: Results, element: torch.dtype, *, raw: bool
+    ) -> Any:
         """Make the declared outputs of canonical ones; raw partials stay."""
         values = results if isinstance(results, tuple) else () if results is None else (results,)
-        found: list[Any] = []
+        found: list[torch.Tensor] = []
         for name, value in zip(names, values, strict=True):
             found += self.outputs[name].of_call(value, element, raw)
         return tuple(found) if len(found) > 1 else found[0] if found else None

@@ -19,7 +19,7 @@ _KEPT = 8191
 
 def folds(
     programs: Iterable[Program], archs: Iterable[str]
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, bytes]]:
+) -> tuple[dict[str, list[dict[str, object]]], dict[str, bytes]]:
     """Compile what folds: what the loader knows by architecture, and files.
 
     Both are empty where no program reduces.
@@ -40,7 +40,7 @@ def folds(
     import torch
 
     files = {"folds/launch.so": linked("__tvm_ffi_load; __tvm_ffi_launch", _LAUNCH)}
-    about: dict[str, list[dict[str, Any]]] = {}
+    about: dict[str, list[Any]] = {}
     for arch in archs:
         known = about[arch] = []
         for combine, over_rows in sorted(wanted):

@@ -36,6 +36,8 @@ _AXES = (
 )
 _RUNTIME = Path(__file__).with_name("runtime.c")
 _OBJECT = "__tvm_ffi_func"
+Objects = dict[tuple[str, str], dict[str, dict[str, dict[str, object]]]]
+"""By variant and type of A: by architecture, where scalars are, and tile."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
     return Choices(tuple(kept), {x: _table(at, kept) for x, at in ranked.items()})
 
 
-def _table(ranked: Mapping[Shape, Sequence[TileConfig]], kept: Sequence[TileConfig]) -> Any:
+def _table(
+    ranked: Mapping[Shape, Sequence[TileConfig]], kept: Sequence[TileConfig]
+) -> dict[str, object]:
     """Tabulate the orders in which shapes prefer `kept` tiles."""
     orders: dict[tuple[int, ...], int] = {}
 
@@ -145,7 +149,7 @@ def exported(
     abouts, libraries = [], []
     for kernel, choices, some in zip(kernels, chosen, jobs, strict=True):
         files: dict[str, bytes] = {}
-        objects: dict[tuple[str, str], dict[str, Any]] = {}
+        objects: Objects = {}
         for x in some:
             found = next(built)
             if isinstance(found, CompileError):
@@ -159,9 +163,7 @@ def exported(
     return abouts, libraries
 
 
-def _about(
-    kernel: Kernel, wanted: Wanted, choices: Choices, objects: Mapping[tuple[str, str], Any]
-) -> dict[str, Any]:
+def _about(kernel: Kernel, wanted: Wanted, choices: Choices, objects: Objects) -> dict[str, Any]:
     """Describe a kernel to the loader."""
     spec, program = kernel.spec, next(iter(kernel.programs.values()))
     others = tuple(DEFAULT_CONFIGS[arch] for arch in wanted.archs if arch != RUN)
@@ -215,7 +217,7 @@ def _jobs(kernel: Kernel, wanted: Wanted, choices: Choices) -> Iterator[_Job]:
                 )
 
 
-def _tile(config: TileConfig, program: Program) -> dict[str, Any]:
+def _tile(config: TileConfig, program: Program) -> dict[str, object]:
     code = replace(config, swizzle=8).label
     return {**config.to_dict(), "code": code, "block": reduction_block(program, config)}
 
@@ -226,8 +228,8 @@ def _variant(
     name: str,
     kernel: Kernel,
     choices: Choices,
-    objects: Mapping[tuple[str, str], Any],
-) -> dict[str, Any]:
+    objects: Objects,
+) -> dict[str, object]:
     """Describe a variant to the loader."""
     spec, program = kernel.spec, variant.function.program
     kinds: Mapping[str, type[Resource]] = variant.function.operands
@@ -268,7 +270,7 @@ def _variant(
     }
 
 
-def _output(kind: type[Output]) -> dict[str, Any]:
+def _output(kind: type[Output]) -> dict[str, object]:
     reduction = None
     if issubclass(kind, Reduction):
         names = "combine", "mean", "over_rows"

@@ -46,7 +46,7 @@ def write(
     loaded = [load_kernel(kernel.folder) for kernel in kernels]
     abouts, libraries = exported(loaded, wanted, progress)
     folded, files = folds((p for x in loaded for p in x.programs.values()), wanted.archs)
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for kernel, objects in zip(kernels, libraries, strict=True):
         files |= objects
         for path in (kernel.program, kernel.spec, kernel.folder / "evidence.json"):
@@ -91,7 +91,7 @@ def _loader() -> dict[str, bytes]:
     return found
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return (json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
 

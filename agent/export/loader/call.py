@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
     dtypes: Sequence[str]
     tile: Mapping[str, Any]
     order: Sequence[Sequence[int]]
-    launch: Callable[..., Any]
+    launch: Callable[..., object]
     folds: Sequence[tuple[int, Optional[Fold]]]
 
 
@@ -36,12 +36,12 @@ def planned(
     """Resolve a call by its checked inputs: A, B and the operands."""
     tile, outputs, device = chosen.tile, about["outputs"], given[0].device
     lead, folds = given[0].shape[:-1], chosen.folds
-    made: list[Any] = []
+    made: list[Optional[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = []
     for x, dtype in zip(outputs, chosen.dtypes):
         sizes = buffer(x, shape, tile)
         strides = (sizes[1], 1) if len(sizes) == 2 else (1,)
         made.append(None if x["accumulates"] else (sizes, strides, getattr(torch, dtype)))
-    makes: list[Optional[Callable[[Any], Any]]] = [
+    makes: list[Optional[Callable[[torch.Tensor], torch.Tensor]]] = [
         partial(_ready, ndim=2, rows=True), partial(_ready, ndim=2, rows=False)
     ]  # fmt: skip
     first = 3 + len(outputs)  # of the operands among all that is launched
@@ -76,15 +76,15 @@ def planned(
     return CallPlan(bound, device, made, ready, finish, about["kept"])
 
 
-def extents(about: Mapping[str, Any], m: Any, n: int) -> tuple[Any, ...]:
+def extents(about: Mapping[str, Any], m: int, n: int) -> tuple[int, ...]:
     """Give an output's shape, with one dimension of rows."""
     sizes = {"M": m, "N": n, "2*N": 2 * n, "N/2": n // 2}
     return tuple([sizes[d] for d in about["dims"]])
 
 
 def buffer(
-    about: Mapping[str, Any], shape: tuple[Any, int, int], tile: Mapping[str, Any]
-) -> tuple[Any, ...]:
+    about: Mapping[str, Any], shape: tuple[int, int, int], tile: Mapping[str, Any]
+) -> tuple[int, ...]:
     """Give the shape of what a tile's kernel writes of an output."""
     m, n, _ = shape
     if not about["reduction"]:
@@ -94,7 +94,7 @@ def buffer(
     return m, -(-n // tile["tile_n"])
 
 
-def led(about: Mapping[str, Any], t: torch.Tensor, lead: Sequence[Any]) -> torch.Tensor:
+def led(about: Mapping[str, Any], t: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
     """Give an output the leading dimensions of A, where it has them."""
     if len(lead) == 1 or about["accumulates"] or about["dims"][0] != "M":
         return t

@@ -83,10 +83,14 @@ class Kernel:
         return tuple(others) if len(others) > 1 else others[0]
 
     def _anew(
-        self, key: tuple[str, ...], given: Sequence[Any], block_size: Optional[int], tracing: bool
+        self,
+        key: tuple[str, ...],
+        given: Sequence[object],
+        block_size: Optional[int],
+        tracing: bool,
     ) -> Any:
         """Do a call of a new signature; by the operator, where traced."""
-        values, variant = list(given), self.variants[key]
+        values, variant = list[Any](given), self.variants[key]
         for i, value in enumerate(values):
             number = i in self._scalars and isinstance(value, (int, float))
             if not number and not isinstance(value, torch.Tensor):
@@ -101,7 +105,7 @@ class Kernel:
             return variant(values, block_size)
         variant.refuse_gradients(values)  # what is compiled would leave them out
         op = getattr(getattr(torch.ops, self._id), self.__name__ + "_" * bool(variant.updated))
-        static: dict[str, Any] = dict(zip(self._parameters, key))
+        static: dict[str, object] = dict(zip(self._parameters, key))
         if block_size is not None:
             static["block_size"] = block_size
         return (op.Tensor if in_memory else op.default)(*values, **static)
@@ -114,7 +118,7 @@ class Kernel:
             )
         return value
 
-    def _named(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> list[Any]:
+    def _named(self, args: tuple[object, ...], inputs: Mapping[str, object]) -> list[Any]:
         names = self._inputs
         rest = names[len(args) :]
         if len(args) > len(names) or set(inputs) != set(rest):
@@ -130,7 +134,11 @@ class Kernel:
                 self._define(library, self.__name__ + suffix, overload, some)
 
     def _define(
-        self, library: torch.library.Library, name: str, overload: str, variants: dict[Any, Variant]
+        self,
+        library: torch.library.Library,
+        name: str,
+        overload: str,
+        variants: dict[tuple[str, ...], Variant],
     ) -> None:
         first = next(iter(variants.values()))
         types = ["Tensor"] * len(self._inputs)
@@ -146,8 +154,11 @@ class Kernel:
         results = ", ".join(["Tensor"] * len(first.returned))
 
         def body(
-            call: Callable[..., Any], *args: Any, block_size: Optional[int] = None, **static: str
-        ) -> Any:
+            call: Callable[..., object],
+            *args: object,
+            block_size: Optional[int] = None,
+            **static: str,
+        ) -> object:
             variant = variants[tuple([static.get(p, x) for p, x in defaults.items()])]
             return call(variant, args, block_size)
 

@@ -94,13 +94,13 @@ class Variant:
     def _error(self, message: str) -> KernelError:
         return KernelError(f"{self._name}: {message}")
 
-    def refuse_gradients(self, values: Sequence[Any]) -> None:
+    def refuse_gradients(self, values: Sequence[object]) -> None:
         if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values):
             raise self._error(
                 "has no backward pass, but an input requires a gradient; use torch.no_grad()"
             )
 
-    def _check(self, values: Sequence[Any]) -> tuple[Any, int, int, dict[str, Any]]:
+    def _check(self, values: Sequence[Any]) -> tuple[int, int, int, dict[str, Any]]:
         """Check arguments: M (maybe a symbol), N, K, and the exported form."""
         a, b, *operands = [values[i] for i in self._places]
         names = [self._inputs[i] for i in self._places]
@@ -135,7 +135,7 @@ class Variant:
     def _choose(
         self,
         form: Mapping[str, Any],
-        objects: Mapping[str, Any],
+        objects: Mapping[str, object],
         shape: tuple[int, int, int],
         block_size: Optional[int],
     ) -> dict[str, Any]:
