@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from cutlass import Float32, Numeric
     from quack.epilogue.math import F2, Pair
 
-    Register = Numeric | float
-    """A number in a thread's register, or one that is known when the kernel is traced."""
-    Lanes = Register | Pair | F2
-    """What a thread has of a value of the graph: a number, or those of two columns."""
+Register: TypeAlias = "Numeric | float"
+"""A number in a thread's register, or one that is known when the kernel is traced."""
+Lanes: TypeAlias = "Register | Pair | F2"
+"""What a thread has of a value of the graph: a number, or those of two columns."""
 
 
 def imported(module: str, name: str, **options: Any) -> Callable[..., Any]:

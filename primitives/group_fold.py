@@ -19,20 +19,17 @@ from cutlass.cutlass_dsl import select_
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import EpiContext
 
-from coda_agent.primitives.fast_math import binary
+from coda_agent.primitives.fast_math import Lanes, Register, binary
 from coda_agent.primitives.graph import Graph, Node
-from coda_agent.primitives.group_store import Places
+from coda_agent.primitives.group_store import Coord, Places
 from coda_agent.primitives.groups import MOVED, ROTATED, spans
+from coda_agent.primitives.kinds import Lowering
 from coda_agent.primitives.placed_tiles import fed, name_of
 
 if TYPE_CHECKING:
-    from coda_agent.primitives.fast_math import Lanes, Register
-    from coda_agent.primitives.kinds import Lowering
     from coda_agent.primitives.program import Program
 
 _arch: Any = cute.arch
-Coord = tuple[int, int]
-"""A subtile's place in its tile."""
 Key = tuple[tuple[int, int], int]
 """A thread's row, by its subtile and in it, and a column or a group of columns."""
 Held = dict[tuple[object, ...], Any]
@@ -134,12 +131,9 @@ class _Values:
     """
 
     def __init__(
-        self,
-        program: Program,
-        apply: Callable[..., Lanes],
-        load: Callable[[str, Coord, int, Held], Lanes],
-        places: Places,
-    ) -> None:
+        self, program: Program, apply: Callable[..., Lanes],
+        load: Callable[[str, Coord, int, Held], Lanes], places: Places,
+    ) -> None:  # fmt: skip
         """`load` gives an operand's values in a subtile."""
         self.graph, self.apply, self.load, self.places = program.graph, apply, load, places
         self.groups = spans(self.graph)
@@ -258,9 +252,7 @@ def with_groups(base: Any, replay: Lowering) -> dict[str, Any]:
     def end(self: Any, params: object, tensors: object) -> None:
         self.group_values.fold()
 
-    def store(
-        self: Any, params: object, tensors: Mapping[str, Any], acc: cute.Tensor, *rest: object
-    ) -> tuple[object, ...]:
+    def store(self: Any, params: object, tensors: dict, acc: cute.Tensor, *rest: object) -> tuple:
         tiles = self.group_values.tiles(self.group_coord, acc, paired)
         fed(self, tiles)
         return base.epi_visit_subtile(self, params, {**tensors, **tiles}, acc, *rest)

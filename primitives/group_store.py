@@ -11,6 +11,11 @@ from cutlass import Float32, Numeric, cute
 from quack.compile_utils import make_fake_tensor
 from quack.epilogue.ops import EpiContext, EpiOp, _lane_warp_info_n
 
+Coord = tuple[int, int]
+"""A subtile's place in its tile."""
+State = tuple[Any, ...]
+"""What an operation of quack's keeps for its later ones."""
+
 
 class Fragments:
     """Where a thread's elements of the tile lie.
@@ -49,7 +54,7 @@ class Places(Fragments):
         if warps > 1 or (self.lanes > 1 and (self.lanes != 4 or apart)):
             raise NotImplementedError("its warps share rows, and with them groups of columns")
 
-    def of(self, coord: tuple[int, int], i: int) -> tuple[tuple[int, int], int]:
+    def of(self, coord: Coord, i: int) -> tuple[tuple[int, int], int]:
         """Give the thread's row, and the tile's column, of a subtile's element."""
         rows, columns = self.offsets
         return (coord[0], rows[i]), coord[1] * self.columns + columns[i]
@@ -82,20 +87,16 @@ class GroupStore(EpiOp):
     def to_params(self, gemm: object, args: object) -> dict[str, object]:
         return {self.name: getattr(args, self.name)}
 
-    def begin(
-        self, gemm: object, param: Any, smem_tensor: object, ctx: EpiContext
-    ) -> tuple[object, ...]:
+    def begin(self, gemm: object, param: Any, smem_tensor: object, ctx: EpiContext) -> State:
         out = param if cute.rank(param) == 2 else param[ctx.batch_idx, None, None]
         first = ctx.tile_coord_mnkl[0] * ctx.tile_M, ctx.tile_coord_mnkl[1] * ctx.tile_N
         return out, Places(ctx), first
 
-    def begin_loop(
-        self, gemm: object, state: tuple[object, ...], epi_coord: tuple[int, int]
-    ) -> tuple[object, ...]:
+    def begin_loop(self, gemm: object, state: State, epi_coord: Coord) -> State:
         return *state, epi_coord
 
     def fn_sink_flush(
-        self, gemm: object, state: tuple[Any, ...], frag: cute.Tensor, scale: object = None
+        self, gemm: object, state: State, frag: cute.Tensor, scale: object = None
     ) -> None:
         out, places, first, coord = state
         at = places.coordinates[None, None, None, coord[0], coord[1]]

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
-from coda_agent.primitives.kinds import FLOATS, Operand, Output
+from coda_agent.primitives.kinds import FLOATS, Lowering, Operand, Output
 from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, nonlinear
 from coda_agent.primitives.tables import Table
 
 if TYPE_CHECKING:
     import torch
     from quack.epilogue.ops import EpiOp
-
-    from coda_agent.primitives.kinds import Lowering
 
 __all__ = ["GroupTile4", "GroupTile8", "GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
 __all__ += ["exchange", "group_max", "group_mean", "group_min", "group_sum", "rotate_half"]

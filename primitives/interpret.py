@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Graph
+from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.primitives.operation import Term
 
 
 def evaluate(

@@ -10,35 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from coda_agent.primitives.fast_math import Lanes
 from coda_agent.primitives.graph import Shape, Value
-from coda_agent.primitives.operation import Edge
+from coda_agent.primitives.operation import Edge, Term
 
 if TYPE_CHECKING:
     import torch
     from quack.epilogue.ops import EpiOp
 
-    from coda_agent.primitives.fast_math import Lanes
-    from coda_agent.primitives.operation import Term
     from coda_agent.primitives.program import Program
     from coda_agent.primitives.tiles import TileConfig
-
-    class Lowering(Protocol):
-        """What a kernel's epilogue is made by: `lower.Replay`."""
-
-        program: Program
-        names: dict[str, str]
-        indices: dict[str, EpiOp]
-        masked: set[str]
-        scaled: set[str]
-        apply: Callable[..., Lanes]
-
-        def index_of(self, o: str) -> str: ...
-
 
 GEMM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 """Element types of A and B, which are equal."""
 HALVES = ("bfloat16", "float16")
 FLOATS = (*HALVES, "float32")
+
+
+class Lowering(Protocol):
+    """What a kernel's epilogue is made by: `lower.Replay`."""
+
+    program: Program
+    names: dict[str, str]
+    indices: dict[str, EpiOp]
+    masked: set[str]
+    scaled: set[str]
+    apply: Callable[..., Lanes]
+
+    def index_of(self, o: str) -> str: ...
 
 
 class Resource:

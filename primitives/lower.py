@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.fast_math import Lanes
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.groups import spans
 from coda_agent.primitives.imports import import_quack
@@ -30,7 +31,6 @@ from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowGather, Tile, WideTile
 
 if TYPE_CHECKING:
-    from coda_agent.primitives.fast_math import Lanes
     from coda_agent.primitives.stores import Mod
 
     Stored = Lanes | tuple[Lanes, Lanes]

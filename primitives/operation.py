@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Operand, Value, record
@@ -15,9 +15,9 @@ from coda_agent.primitives.graph import Operand, Value, record
 if TYPE_CHECKING:
     import torch
 
-    Term = torch.Tensor | float
-    """What an operation means something on in torch; one of its terms is a tensor."""
-
+Term: TypeAlias = "torch.Tensor | float"
+"""What an operation means something on in torch; one of its terms is a tensor."""
+Decorator: TypeAlias = "Callable[[Callable[..., torch.Tensor]], Callable[..., Any]]"
 Argument = TypeVar("Argument", Value, "torch.Tensor", float)
 """What a function of atoms is called with."""
 
@@ -112,9 +112,7 @@ PLACED: dict[str, Op] = {}
 """What follows from an element's place; `cute` is never called, since values do not tell it."""
 
 
-def elementwise(
-    cute: Callable[..., Any], **facts: Any
-) -> Callable[[Callable[..., torch.Tensor]], Callable[..., Any]]:
+def elementwise(cute: Callable[..., Any], **facts: Any) -> Decorator:
     """Define an atom by its function of torch, its lowering, and `facts`."""
 
     def decorate(fn: Callable[..., torch.Tensor]) -> Callable[..., Any]:

@@ -6,15 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.fast_math import Register
 from coda_agent.primitives.graph import Node, Operand, Shape, Value, join
-from coda_agent.primitives.operation import MOVES, Op, additive, as_tensors, kept
+from coda_agent.primitives.operation import MOVES, Op, Term, additive, as_tensors, kept
 
 if TYPE_CHECKING:
     import torch
     from quack.epilogue.math import Pair
-
-    from coda_agent.primitives.fast_math import Register
-    from coda_agent.primitives.operation import Term
 
 _HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
 _DOUBLES = {Shape.HALF: Shape.TILE, Shape.TILE: Shape.WIDE}

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value
-from coda_agent.primitives.operation import PLACED, Degree, Edge, Op
+from coda_agent.primitives.operation import PLACED, Degree, Edge, Op, Term
 
 if TYPE_CHECKING:
     import torch
     from cutlass import Uint32
-
-    from coda_agent.primitives.operation import Term
 
 __all__ = ["column_index", "dropout", "philox_uniform", "row_index"]
 

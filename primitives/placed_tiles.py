@@ -6,19 +6,17 @@ The visit that stores reads them as if they were a tile's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutlass import Float32, Int32, Numeric, Uint32, cute
 from cutlass.cutlass_dsl import select_
 from quack.epilogue.ops import EpiContext
 from quack.rounding import mul_wide_u32
 
+from coda_agent.primitives.fast_math import Register
 from coda_agent.primitives.graph import Graph
+from coda_agent.primitives.kinds import Lowering
 from coda_agent.primitives.placed import words
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.fast_math import Register
-    from coda_agent.primitives.kinds import Lowering
 
 
 def _product(a: Uint32, b: int) -> tuple[Uint32, Uint32]:
@@ -68,15 +66,11 @@ def with_places(base: Any, replay: Lowering, nodes: list[int]) -> dict[str, Any]
         self.placed_first = tile[0] * ctx.tile_M, tile[1] * ctx.tile_N
         return base.epi_begin(self, params, smem, *given, *rest)
 
-    def begin_loop(
-        self: Any, params: object, tensors: Mapping[str, Any], coord: tuple[int, int]
-    ) -> Any:
+    def begin_loop(self: Any, params: object, tensors: dict, coord: tuple[int, int]) -> Any:
         self.placed_coord = coord
         return base.epi_begin_loop(self, params, tensors, coord)
 
-    def visit(
-        self: Any, params: object, tensors: Mapping[str, Any], acc: cute.Tensor, *rest: object
-    ) -> Any:
+    def visit(self: Any, params: object, tensors: dict, acc: cute.Tensor, *rest: object) -> Any:
         at = self.placed_at[None, None, None, self.placed_coord[0], self.placed_coord[1]]
         of = {names[o]: o for o in names}
         scalars = {of[name]: tensors[name] for name, kind in kinds.items() if kind == "scalar"}

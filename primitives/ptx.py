@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.fast_math import assembly
 from coda_agent.primitives.graph import Operand, Value, record
-from coda_agent.primitives.operation import GROUPS, MOVES, OPS, PLACED, Op, as_tensors
+from coda_agent.primitives.operation import GROUPS, MOVES, OPS, PLACED, Op, Term, as_tensors
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
 
 if TYPE_CHECKING:
     import torch
     from cutlass import Float32
-
-    from coda_agent.primitives.operation import Term
 
 MEANINGS = {
     "asinh": 1, "atan": 1, "atan2": 2, "ceil": 1, "copysign": 2, "cosh": 1, "erfc": 1, "erfinv": 1,

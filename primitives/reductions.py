@@ -6,13 +6,12 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from coda_agent.primitives.graph import Shape
-from coda_agent.primitives.kinds import Output
+from coda_agent.primitives.kinds import Lowering, Output
 
 if TYPE_CHECKING:
     import torch
     from quack.epilogue.ops import EpiOp
 
-    from coda_agent.primitives.kinds import Lowering
     from coda_agent.primitives.tiles import TileConfig
 
 

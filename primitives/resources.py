@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.groups import GROUP_TILES
-from coda_agent.primitives.kinds import FLOATS, HALVES, Operand, Output
-from coda_agent.primitives.operation import Edge
+from coda_agent.primitives.kinds import FLOATS, HALVES, Lowering, Operand, Output
+from coda_agent.primitives.operation import Edge, Term
 from coda_agent.primitives.reductions import (
     REDUCTIONS,
     ColMax,
@@ -32,9 +32,6 @@ from coda_agent.primitives.tables import (
 if TYPE_CHECKING:
     import torch
     from quack.epilogue.ops import EpiOp
-
-    from coda_agent.primitives.kinds import Lowering
-    from coda_agent.primitives.operation import Term
 
 __all__ = [
     "AddTile",

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from coda_agent.primitives.fast_math import assembly
-from coda_agent.primitives.operation import Edge, elementwise, kept
+from coda_agent.primitives.fast_math import Register, assembly
+from coda_agent.primitives.operation import Decorator, Edge, Term, elementwise, kept
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.primitives.fast_math import Register
-    from coda_agent.primitives.operation import Term
 
 __all__ = [
     "stochastic_bfloat16",
@@ -88,9 +85,7 @@ _INFINITE = (
 )
 
 
-def _cast(
-    lowering: Callable[..., Register], *, finite: bool = False
-) -> Callable[[Callable[..., torch.Tensor]], Callable[..., Any]]:
+def _cast(lowering: Callable[..., Register], *, finite: bool = False) -> Decorator:
     return elementwise(
         lowering,
         # What PyTorch's casts have: the gradient passes through.

@@ -26,13 +26,13 @@ from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiContext, TileStore
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
+from coda_agent.primitives.group_store import Coord, State
 from coda_agent.primitives.groups import spans
+from coda_agent.primitives.kinds import Lowering
 from coda_agent.primitives.wide import wide_access
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.primitives.kinds import Lowering
 
 
 class HalfStore(TileStore):
@@ -71,15 +71,11 @@ class RowSelect(ColVecSelect):
     its target or, where its index is no column, with 0 from the first tile of the row.
     """
 
-    def begin(
-        self, gemm: object, param: object, smem_tensor: object, ctx: EpiContext
-    ) -> tuple[object, ...]:
+    def begin(self, gemm: object, param: object, smem_tensor: object, ctx: EpiContext) -> State:
         index, *state = super().begin(gemm, param, smem_tensor, ctx)
         return (_Inside(index, ctx.varlen_manager.len_n(), ctx.tidx), *state)
 
-    def begin_loop(
-        self, gemm: object, state: tuple[Any, ...], epi_coord: tuple[int, int]
-    ) -> tuple[object, ...]:
+    def begin_loop(self, gemm: object, state: State, epi_coord: Coord) -> State:
         # Once a tile, where the staged indices are there, and a barrier is still to come before the
         # next tile's overwrite them.
         if tuple(epi_coord) == (0, 0):
@@ -159,12 +155,7 @@ class Mod(frontend.EpiMod):
         super().__init__(*args, **kwargs)
 
     def gemm(
-        self,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        D: torch.Tensor | None,
-        C: torch.Tensor | None = None,
-        **options: Any,
+        self, A: torch.Tensor, B: torch.Tensor, D: object, C: object = None, **options: Any
     ) -> host.GemmEpiPlan:
         """Make quack's plan, which knows no parts of K without D."""
         if D is not None or options["split_k"] == 1 or options["swap_ab"]:

@@ -18,7 +18,7 @@ from cutlass._mlir_helpers.arith import ArithValue
 from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.ops import EpiContext, EpiOp
 
-from coda_agent.primitives.group_store import Fragments
+from coda_agent.primitives.group_store import Coord, Fragments, State
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.tables import Table
 
     Place = int | Int32 | Uint32
+    Size = tuple[Place, Place]
 
 
 class TableLoad(EpiOp):
@@ -65,15 +66,13 @@ class TableLoad(EpiOp):
 
     def begin(
         self, gemm: object, param: cute.Tensor, smem_tensor: object, ctx: EpiContext
-    ) -> tuple[object, ...]:
+    ) -> State:
         places = Fragments(ctx)
         first = ctx.tile_coord_mnkl[0] * ctx.tile_M, ctx.tile_coord_mnkl[1] * ctx.tile_N
         size = ctx.varlen_manager.len_m(ctx.batch_idx), ctx.varlen_manager.len_n()
         return param, places, first, size
 
-    def begin_loop(
-        self, gemm: object, state: tuple[Any, ...], epi_coord: tuple[int, int]
-    ) -> cute.Tensor:
+    def begin_loop(self, gemm: object, state: State, epi_coord: Coord) -> cute.Tensor:
         table, places, first, size = state
         at = places.coordinates[None, None, None, *epi_coord]
         found = cute.make_rmem_tensor(at.layout.shape, Float32)
@@ -122,23 +121,19 @@ def _opaque(x: Int32) -> Int32:
     )  # fmt: skip
 
 
-def element(
-    kind: type[Table], table: Any, row: Place, column: Place, size: tuple[Place, Place]
-) -> Float32:
+def element(kind: type[Table], table: Any, row: Place, column: Place, size: Size) -> Float32:
     """Read a table at a place, which may lie past the edge."""
     row, column = _inside(row, column, size)
     return table[_entry(kind, table, row, column, size)].to(Float32)
 
 
-def _inside(row: Place, column: Place, size: tuple[Place, Place]) -> list[Int32]:
+def _inside(row: Place, column: Place, size: Size) -> list[Int32]:
     """Clamp a place to the last row and column."""
     least: Any = cutlass.min  # pyright: ignore[reportPrivateImportUsage]
     return [least(Int32(x), Int32(n) - 1) for x, n in zip((row, column), size, strict=True)]
 
 
-def _entry(
-    kind: type[Table], table: Any, row: Place, column: Place, size: tuple[Place, Place]
-) -> tuple[Int32, Int32]:
+def _entry(kind: type[Table], table: Any, row: Place, column: Place, size: Size) -> tuple:
     extents = ([_unsigned(x) for x in some] for some in (size, table.shape))
     i, j = kind.entry(_unsigned(row), _unsigned(column), *extents)
     return Int32(i), Int32(j)

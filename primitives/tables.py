@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import FLOATS, Operand
-from coda_agent.primitives.operation import Edge
+from coda_agent.primitives.operation import Edge, Term
 
 if TYPE_CHECKING:
     import torch
     from quack.epilogue.ops import EpiOp
-
-    from coda_agent.primitives.operation import Term
 
 __all__ = ["PositionHeads", "PositionPairs", "PositionTable", "SampleHeads", "SampleTable"]
 

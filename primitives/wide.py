@@ -45,19 +45,19 @@ def wide_access(kernel: Any) -> Any:
 
         def epilog_smem_load_and_partition(
             self, tiled_mma: cute.TiledMma, layout: LayoutEnum, dtype: type[Numeric], *args: Any
-        ) -> tuple[object, ...]:
+        ) -> tuple:
             *copy, part = super().epilog_smem_load_and_partition(tiled_mma, layout, dtype, *args)
             return *copy, _ordered(self, part, args[-1]) if _fits(self, dtype, layout) else part
 
         def epilog_smem_store_and_partition(
             self, tiled_mma: cute.TiledMma, layout: LayoutEnum, dtype: type[Numeric], *args: Any
-        ) -> tuple[object, ...]:
+        ) -> tuple:
             *copy, part = super().epilog_smem_store_and_partition(tiled_mma, layout, dtype, *args)
             return *copy, _ordered(self, part, args[-1]) if _fits(self, dtype, layout) else part
 
         def epi_visit_subtile(
             self, params: object, loaded: dict[str, Any], d: cute.Tensor, c: cute.Tensor
-        ) -> tuple[object, ...]:
+        ) -> tuple:
             fragments = [(c, self.c_dtype, self.c_layout)]
             for op in self._epi_ops:
                 if op.is_tile_load():

@@ -76,10 +76,7 @@ def register(op: str, spec: Spec, variants: Variants) -> None:
     _VARIANTS.update({named[key]: variant for key, variant in known.items()})
 
     def setup(
-        ctx: Any,
-        inputs: Sequence[Any],
-        keyword_only_inputs: Mapping[str, str],
-        output: torch.Tensor | tuple[torch.Tensor, ...],
+        ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any], output: Any
     ) -> None:
         key = tuple([keyword_only_inputs[p] for p in spec.parameters])
         ctx.which, ctx.block_size = named[key], keyword_only_inputs["block_size"]

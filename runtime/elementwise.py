@@ -24,6 +24,7 @@ from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.math import Pair
 
+from coda_agent.primitives.fast_math import Lanes
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.group_fold import beside, exchanged, parts, replayed, shuffled, which_of
 from coda_agent.primitives.groups import MOVED, ROTATED, GroupTile, spans
@@ -47,8 +48,6 @@ from coda_agent.runtime.elementwise_fold import fold_rows, folded, total
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.primitives.fast_math import Lanes
 
     Loaded = Lanes | list[Lanes]
     """An operand's value in a row, or one for each column."""
@@ -129,14 +128,9 @@ class Elementwise:
         }
 
     def _visit(
-        self,
-        place: _Place,
-        first: int | Int32,
-        named: _Named,
-        fixed: Mapping[str, Loaded],
-        sums: Mapping[str, cute.Tensor],
-        partials: Mapping[str, tuple[cute.Tensor, ...]],
-    ) -> None:
+        self, place: _Place, first: int | Int32, named: _Named, fixed: Mapping[str, Loaded],
+        sums: Mapping[str, cute.Tensor], partials: Mapping[str, tuple[cute.Tensor, ...]],
+    ) -> None:  # fmt: skip
         """Load a few rows, then do the rest row by row."""
         rows, stores = [_Row(place, first + i) for i in range(self.at_once)], named.stores
         loaded = [self._load(row, named) for row in rows]

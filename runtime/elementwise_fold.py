@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutlass import Boolean, Float32, Numeric, cute
 from cutlass.cutlass_dsl import select_
 
-if TYPE_CHECKING:
-    from coda_agent.primitives.fast_math import Lanes
+from coda_agent.primitives.fast_math import Lanes
 
 _arch: Any = cute.arch
 _math: Any = cute.math

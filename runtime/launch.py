@@ -20,6 +20,7 @@ from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import kernel_names, lower
 from coda_agent.primitives.memory import parts_meet, tile_counter
 from coda_agent.primitives.objects import cached
+from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
 from coda_agent.primitives.tiles import TileConfig
@@ -29,8 +30,6 @@ from coda_agent.runtime.call_cache import launching
 if TYPE_CHECKING:
     import torch
     from quack.gemm_runtime.host import GemmEpiPlan
-
-    from coda_agent.primitives.operation import Term
 
 
 # FP8 products are summed by the tensor core alone, as cuBLAS's use_fast_accum does: quack's default
@@ -176,10 +175,10 @@ def _counted(call: Callable[..., object]) -> Callable[..., None]:
 
     def launch(
         a: torch.Tensor,
-        b: torch.Tensor,
-        d: torch.Tensor | None,
-        c: torch.Tensor | None,
-        epilogue: tuple[object, ...],
+        b: object,
+        d: object,
+        c: object,
+        epilogue: object,
         scheduler: Any,
         *rest: None,
     ) -> None:

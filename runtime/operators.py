@@ -125,9 +125,7 @@ class Variant:
         a, b, *operands = self.inputs(values)
         return a, b, dict(zip(self.operands, operands, strict=True))
 
-    def _returned(
-        self, values: Sequence[object] | None, results: Sequence[torch.Tensor]
-    ) -> Results:
+    def _returned(self, values: Sequence[Any] | None, results: Sequence[torch.Tensor]) -> Results:
         if values is not None and self.updated:
             self._update(values, results)
         return picked(self.returned, results)
@@ -170,10 +168,7 @@ def _define(name: str, spec: Spec, variants: Variants, defaults: dict[str, str])
     updated = spec.updated(defaults)
 
     def body(
-        call: Callable[..., Results],
-        *args: object,
-        block_size: int | None = None,
-        **static: str,
+        call: Callable[..., Results], *args: object, block_size: int | None = None, **static: str
     ) -> Results:
         key = tuple([static.get(p, default) for p, default in defaults.items()])
         variant = variants.get(key)

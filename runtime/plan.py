@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.memory import tma_ready
+from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import TileConfig
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from coda_agent.primitives.fold import Folds
-    from coda_agent.primitives.operation import Term
 
     View = Callable[[torch.Tensor], torch.Tensor]
 

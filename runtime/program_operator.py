@@ -23,6 +23,8 @@ from coda_agent.runtime.tile_choice import prior_chooser, scheduled
 if TYPE_CHECKING:
     import torch
 
+    Tensors = Sequence[torch.Tensor] | None
+
 
 def program_text(program: Program, stored: Mapping[str, str | None], dtype: str, like: str) -> str:
     """Write down a kernel for `coda_agent::kernel`.
@@ -77,23 +79,19 @@ def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> 
 
 
 def _call(
-    a: torch.Tensor, b: torch.Tensor, operands: Sequence[torch.Tensor] | None, *, program: str
+    a: torch.Tensor, b: torch.Tensor, operands: Tensors, *, program: str
 ) -> list[torch.Tensor]:
     return _results(function_of(program), ProgramFunction.__call__, a, b, operands)
 
 
 def _fake(
-    a: torch.Tensor, b: torch.Tensor, operands: Sequence[torch.Tensor] | None, *, program: str
+    a: torch.Tensor, b: torch.Tensor, operands: Tensors, *, program: str
 ) -> list[torch.Tensor]:
     return _results(function_of(program), ProgramFunction.fake, a, b, operands)
 
 
 def _results(
-    function: ProgramFunction,
-    call: Callable[..., dict[str, torch.Tensor]],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    operands: Sequence[torch.Tensor] | None,
+    function: ProgramFunction, call: Callable[..., dict], a: object, b: object, operands: Tensors
 ) -> list[torch.Tensor]:
     operands = operands or ()  # torch 2.13's AOTInductor gives None for a list of no tensors
     results = call(function, a, b, dict(zip(function.program.operands, operands, strict=True)))

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.kinds import Resource
+from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile, steps
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.primitives.operation import Term
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +91,7 @@ class TensorChecks:
         return math.prod(lead), n, k, lead
 
     def _fault(
-        self,
-        o: str,
-        kind: type[Resource],
-        value: Any,
-        a: torch.Tensor,
-        lead: tuple[int, ...],
-        n: int,
+        self, o: str, kind: type[Resource], value: Any, a: torch.Tensor, lead: tuple, n: int
     ) -> str:
         """Say what is wrong with an operand, if anything."""
         if value is None:

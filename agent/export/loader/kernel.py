@@ -83,11 +83,7 @@ class Kernel:
         return tuple(others) if len(others) > 1 else others[0]
 
     def _anew(
-        self,
-        key: tuple[str, ...],
-        given: Sequence[object],
-        block_size: Optional[int],
-        tracing: bool,
+        self, key: tuple[str, ...], given: Sequence[Any], block_size: Optional[int], tracing: bool
     ) -> Any:
         """Do a call of a new signature; by the operator, where traced."""
         values, variant = list[Any](given), self.variants[key]
@@ -134,11 +130,7 @@ class Kernel:
                 self._define(library, self.__name__ + suffix, overload, some)
 
     def _define(
-        self,
-        library: torch.library.Library,
-        name: str,
-        overload: str,
-        variants: dict[tuple[str, ...], Variant],
+        self, library: torch.library.Library, name: str, overload: str, variants: dict[Any, Variant]
     ) -> None:
         first = next(iter(variants.values()))
         types = ["Tensor"] * len(self._inputs)
@@ -154,11 +146,8 @@ class Kernel:
         results = ", ".join(["Tensor"] * len(first.returned))
 
         def body(
-            call: Callable[..., object],
-            *args: object,
-            block_size: Optional[int] = None,
-            **static: str,
-        ) -> object:
+            call: Callable[..., Any], *args: Any, block_size: Optional[int] = None, **static: str
+        ) -> Any:
             variant = variants[tuple([static.get(p, x) for p, x in defaults.items()])]
             return call(variant, args, block_size)
 
