@@ -56,9 +56,7 @@ class HeadTableLoad(RotaryCosSinTMALoad):
             subtiles.shape[1], order=(0, 1) if gemm.epi_m_major else (1, 0)
         )
 
-        def wrapped(
-            src_idx: int | Int32 | tuple[int, int], producer_state: PipelineState, **kwargs: object
-        ) -> None:
+        def wrapped(src_idx: Any, producer_state: PipelineState, **kwargs: object) -> None:
             at = src_idx if isinstance(src_idx, tuple) else order.get_hier_coord(src_idx)
             box = (first[0] + at[0]) % down, (first[1] + at[1]) % across
             produce(box, producer_state, **kwargs)

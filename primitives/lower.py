@@ -177,9 +177,7 @@ class Replay:
             results[self.names[o]] = value
         return results
 
-    def _reduced(
-        self, o: str, kind: type[Reduction], value: Lanes, replayed: list[Lanes]
-    ) -> Stored:
+    def _reduced(self, o: str, kind: type[Reduction], value: Lanes, replayed: list) -> Stored:
         node = self.program.graph.nodes[self.program.graph.outputs[o]]
         half = node.shape is Shape.HALF
         weight = 1.0 / (self.block // 2 if half else self.block) if kind.mean else 1.0

@@ -21,18 +21,12 @@ from coda_agent.primitives.fast_math import (
     step_function,
 )
 from coda_agent.primitives.graph import Operand, Value
-from coda_agent.primitives.operation import (
-    Degree,
-    Edge,
-    Term,
-    additive,
-    as_tensors,
-    elementwise,
-    kept,
-)
+from coda_agent.primitives.operation import Degree, Edge, additive, as_tensors, elementwise, kept
 
 if TYPE_CHECKING:
     import torch
+
+    from coda_agent.primitives.operation import Term
 
 __all__ = [
     "absolute",

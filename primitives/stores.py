@@ -124,9 +124,7 @@ class MinReduce(ColVecReduce):
     def __init__(self, name: str) -> None:
         super().__init__(name, combine="max")
 
-    def fn_sink_flush(
-        self, gemm: object, state: object, frag: cute.Tensor, scale: object = None
-    ) -> None:
+    def fn_sink_flush(self, gemm: Any, state: Any, frag: cute.Tensor, scale: Any = None) -> None:
         frag.store(-frag.load())
         super().fn_sink_flush(gemm, state, frag, scale)
 
@@ -139,9 +137,7 @@ class PairStore(TileStore):
 
     fn_port = "sink"
 
-    def fn_sink_flush(
-        self, gemm: Any, state: object, frag: cute.Tensor, scale: object = None
-    ) -> None:
+    def fn_sink_flush(self, gemm: Any, state: Any, frag: cute.Tensor, scale: Any = None) -> None:
         """Keep the subtile's values in registers, for the trace's next store."""
         gemm.pair_fragments[self.name] = frag
 

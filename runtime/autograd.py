@@ -137,9 +137,7 @@ def _saving(variant: Variant, needed: tuple[bool, ...]) -> _Saving:
     return _Saving(wanted, names, reads)
 
 
-def _keep(
-    ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
-) -> None:
+def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     import torch
 
     needed, (a, b, *_) = ctx.needs_input_grad[: len(inputs)], variant.places

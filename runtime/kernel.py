@@ -261,9 +261,7 @@ def _variants(
     }
 
 
-def _operators(
-    name: str, spec: Spec, variants: Variants
-) -> dict[tuple[str, ...], torch._ops.OpOverloadPacket]:
+def _operators(name: str, spec: Spec, variants: Variants) -> dict[tuple[str, ...], Any]:
     ops = register(name, spec, variants)
     gradients.register(name, spec, variants)
     return ops
@@ -279,9 +277,7 @@ def _returned(
     return tuple(o for o in spec.outputs if o not in updated), places[0] if places else None
 
 
-def _with_updated(
-    results: Results, given: Sequence[torch.Tensor], o: int, i: int
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _with_updated(results: Results, given: Sequence[Any], o: int, i: int) -> Any:
     """Put input `i` in the place `o` of what overwrote it."""
     others = results if isinstance(results, tuple) else () if results is None else (results,)
     return (*others[:o], given[i], *others[o:]) if others else given[i]

@@ -177,9 +177,7 @@ def _recorded() -> Iterator[dict[str, Any]]:
         record["object"] = str(folder / f"{sha}.o")
         return sha
 
-    def built(
-        *args: Any, post_init: Callable[[object], object] | None = None, **kwargs: Any
-    ) -> object:
+    def built(*args: Any, post_init: Callable | None = None, **kwargs: Any) -> object:
         kernels: list[object] = []
 
         def keep(kernel: object) -> None:

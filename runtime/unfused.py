@@ -89,9 +89,7 @@ def resolve(given: Arguments) -> Callable[..., None]:
     return enqueue
 
 
-def prepare(
-    program: Program, types: Sequence[torch.dtype | str], config: TileConfig
-) -> Callable[..., None]:
+def prepare(program: Program, types: Sequence[Any], config: TileConfig) -> Callable[..., None]:
     """Compile the kernel of one tuple: the product's tile, operands, outputs.
 
     Args:

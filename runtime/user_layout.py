@@ -15,8 +15,6 @@ from coda_agent.specs.layout import Layout, Part, Place, halved, interleaved, or
 if TYPE_CHECKING:
     import torch
 
-    from coda_agent.runtime.call_cache import Results
-
 
 class Declared:
     """A spec's layout, as plain values, since torch.compile traces its calls.
@@ -86,9 +84,7 @@ class Declared:
                 found[i] = found[i].reshape(math.prod(extents[:rows]), math.prod(extents[rows:]))
         return found
 
-    def left(
-        self, names: Sequence[str], results: Results, element: torch.dtype, *, raw: bool
-    ) -> Any:
+    def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:
         """Make the declared outputs of canonical ones; raw partials stay."""
         values = results if isinstance(results, tuple) else () if results is None else (results,)
         found: list[torch.Tensor] = []

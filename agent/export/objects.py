@@ -99,9 +99,7 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
     return Choices(tuple(kept), {x: _table(at, kept) for x, at in ranked.items()})
 
 
-def _table(
-    ranked: Mapping[Shape, Sequence[TileConfig]], kept: Sequence[TileConfig]
-) -> dict[str, object]:
+def _table(ranked: Mapping[Shape, Sequence[TileConfig]], kept: Sequence[TileConfig]) -> dict:
     """Tabulate the orders in which shapes prefer `kept` tiles."""
     orders: dict[tuple[int, ...], int] = {}
 

@@ -86,7 +86,7 @@ class Kernel:
         self, key: tuple[str, ...], given: Sequence[Any], block_size: Optional[int], tracing: bool
     ) -> Any:
         """Do a call of a new signature; by the operator, where traced."""
-        values, variant = list[Any](given), self.variants[key]
+        values, variant = list(given), self.variants[key]
         for i, value in enumerate(values):
             number = i in self._scalars and isinstance(value, (int, float))
             if not number and not isinstance(value, torch.Tensor):
