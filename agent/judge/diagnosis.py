@@ -52,7 +52,7 @@ FAULTS = {
     **repairs.FAULTS,
 }
 _CLAIM, _CLAIM_FACTOR = 0.85, 0.97  # least share that a fault, and a factor, must explain
-_CLAIM_EXACT = 0.999  # where nothing was rounded
+_CLAIM_EXACT = 1 - 1e-9  # where nothing was rounded
 _CERTAIN = 0.9995  # share that ends the search
 _FEW = 4  # elements that any factor explains
 # What digits that the program itself loses may be taken for.

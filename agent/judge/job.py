@@ -147,10 +147,12 @@ class NumericsJob(Job[NumericsReport]):
 
     Attributes:
         seed: What all draws follow from; a secret one by default.
+        approximated: What outputs are off by in float64, as shares, by "program output".
     """
 
     kind: Literal["numerics"] = "numerics"
     seed: int | None = None
+    approximated: dict[str, float] = Field(default={})
     answer = Outcome[NumericsReport]
 
     def run(self, progress: Progress) -> Outcome[NumericsReport]:
@@ -158,8 +160,9 @@ class NumericsJob(Job[NumericsReport]):
 
         variants = Variant.of_all(self.spec, self.programs)
         return check_numerics(
-            variants, self.tiles, device=self.device, progress=progress, seed=self.seed
-        )
+            variants, self.tiles, device=self.device, progress=progress, seed=self.seed,
+            approximated=self.approximated,
+        )  # fmt: skip
 
 
 class PrepareJob(Job[PerformanceReport]):

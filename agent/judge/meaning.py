@@ -31,6 +31,7 @@ from coda_agent.agent.judge.jumps import jump_fault
 from coda_agent.agent.judge.places import needless_draw, place_cases
 from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.repairs import mistake
 from coda_agent.agent.judge.runners import one_thread, replayed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.ties import compared_draws, differing, tie_draws
@@ -63,8 +64,10 @@ _AROUND = 2.0**-46
 _CHAOTIC = 1e-3
 # What an approximation may be off by, by the bytes of an output's type. Half of a last digit is
 # 2^-24 of a float32 number at most, 2^-11 of a float16's and 2^-8 of a bfloat16's.
-_UNNAMED = ("approximated", "wrong_function", "wrong_operation")
 _APPROXIMATE = {4: 2.0**-22, 2: 2.0**-12, 1: 2.0**-12}
+# What else may name an approximation's difference: the one edit that mends it. Any other edit that
+# does is a mistake undone, however small: a constant of too few digits, a factor, an epsilon.
+_UNNAMED = ("approximated", "extra_term", "wrong_function", "wrong_operation")
 
 
 def check_meaning(
@@ -230,8 +233,8 @@ class _Sample:
         """
         import torch
 
-        key, share = self._place(o), _tolerance(self.variant.spec, o)
-        allowed = share * expected.abs() + LEAST
+        key, (share, least) = self._place(o), _tolerance(self.variant.spec, o)
+        allowed = share * expected.abs() + least
         if differs(out, expected, allowed).any():  # beside a sum that cancels, no share is small
             generator = torch.Generator().manual_seed(self.seed)
             near = (self._around(generator, _APPROXIMATE[4]) for _ in range(_PROBES))
@@ -239,12 +242,20 @@ class _Sample:
             if differs(out, expected, allowed + moved).any():
                 return False
         if key not in self.near:
-            if self._finding(o, out, expected).where["fault"] not in _UNNAMED:
+            others = [(x, self.variant.reference(x)[o]) for x in self._others()]
+            found = mistake(self.variant, o, [(self.inputs, expected), *others])
+            if found and found.fault not in _UNNAMED:
                 return False
         off = ((out - expected) / expected).abs()
         off = off.where(off <= share, 0.0)  # beside 0, and beyond infinity, it is no share
         self.near[key] = max(self.near.get(key, 0.0), float(off.max()))
         return True
+
+    def _others(self) -> list[Inputs]:
+        """Draw inputs on which a mistake that is found has to be one, too."""
+        spec = self.variant.spec
+        again = draws(spec, self.variant.binding, self.seed + 1)
+        return [x for name, x in again if name in ("", f"{spec.gemm[0]} times 64")]
 
     def _place(self, o: str) -> str:
         return f"{self.variant.program.name} {o}"
@@ -252,10 +263,7 @@ class _Sample:
     def _finding(self, o: str, out: torch.Tensor, expected: torch.Tensor) -> Finding:
         """Say what is wrong with an output."""
         spec, label = self.variant.spec, self.label
-        labels = ("", f"{spec.gemm[0]} times 64")
-        again = draws(spec, self.variant.binding, self.seed + 1)
-        others = [x for name, x in again if name in labels]
-        seen = diagnose_meaning(self.variant, o, self.inputs, out, expected, others)
+        seen = diagnose_meaning(self.variant, o, self.inputs, out, expected, self._others())
         where = {**seen.where, "program": self.variant.program.name, "output": o, "seed": self.seed}
         where |= {"case": label} if label else {}
         same = {
@@ -267,7 +275,9 @@ class _Sample:
         if label == f"{spec.gemm[0]} times 0" and seen.fault == "wrong_function":
             message += ". All products are equal there: ties may be taken otherwise"
         if seen.fault == "approximated" or self._place(o) in self.near:
-            message += f". To {_tolerance(spec, o):.2g} of each element it has to be the function"
+            message += (
+                f". To {_tolerance(spec, o)[0]:.2g} of each element it has to be the function"
+            )
         return Finding(message=message, where=where)
 
     def _noise(self, o: str, truth: torch.Tensor, probes: int, around: float) -> torch.Tensor:
@@ -316,9 +326,12 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
     )
 
 
-def _tolerance(spec: Spec, o: str) -> float:
-    """Give the share of an element that an approximation may be off by."""
+def _tolerance(spec: Spec, o: str) -> tuple[float, float]:
+    """Give what an approximation may be off by: a share of an element, and what is stored as 0."""
     import torch
 
-    kinds = (getattr(torch, spec.dtype_of(o, types)) for types in spec.type_choices())
-    return min(_APPROXIMATE.get(x.itemsize, 0.0) if x.is_floating_point else 0.0 for x in kinds)
+    kinds = [getattr(torch, spec.dtype_of(o, types)) for types in spec.type_choices()]
+    if not all(kind.is_floating_point for kind in kinds):
+        return 0.0, 0.0
+    least = (torch.finfo(kind).tiny * torch.finfo(kind).eps / 2 for kind in kinds)
+    return min(_APPROXIMATE.get(kind.itemsize, 0.0) for kind in kinds), min(least)

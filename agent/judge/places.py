@@ -26,7 +26,7 @@ _ROLLED = 256  # columns, a multiple of every group and pair
 _STEP = 128  # places are moved by a multiple of it, for the same reason
 _FARTHEST = 2**23  # float32 still tells neighbours apart
 _MOST = 12  # constants that are looked at
-_NEAR = 2**17  # rows and columns that are all looked at; beyond, those around constants
+_NEAR = 2**20  # rows and columns that are all looked at; beyond, those around constants
 _KINDS, _PLACES = 512, 24  # kinds of rows, and of columns; of places that data meet
 
 

@@ -216,8 +216,9 @@ class Walk:
         keys = [(name, element) for name in self.variants for element in self.types]
         tiles = dict.fromkeys(keys, _INTERPRETED)
         job = NumericsJob(
-            spec=self.spec, programs=self.programs, tiles=tiles, device="cpu", seed=self.seed
-        )
+            spec=self.spec, programs=self.programs, tiles=tiles, device="cpu", seed=self.seed,
+            approximated=self._approximated,
+        )  # fmt: skip
         return self.executor.grade(job, lambda *_: None)
 
     def _numerics(self, result: GateResult) -> None:
@@ -231,12 +232,11 @@ class Walk:
             return
         if outcome is None:
             job = NumericsJob(
-                spec=self.spec, programs=self.programs, tiles=self._admitted, seed=self.seed
-            )
+                spec=self.spec, programs=self.programs, tiles=self._admitted, seed=self.seed,
+                approximated=self._approximated,
+            )  # fmt: skip
             outcome = self.executor.grade(job, self._progress(result.name))
         result.findings, result.data = [*outcome.findings], outcome.report
-        if self._approximated and result.data:
-            result.data = result.data.model_copy(update={"approximated": self._approximated})
         self._admitted = dict(outcome.admitted)
         self._call(result)
 

@@ -69,7 +69,7 @@ class Launches:
         expected = [facts(t) for t in (a, b, *(operands[o] for o in program.operands))]
         shapes = {o: (t.shape, t.dtype) for o, t in outputs.items()}
 
-        def enqueue(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        def enqueue(inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
             a, b, *rest = inputs
             given = dict(zip(program.operands, rest, strict=False))
             outputs = dict(zip(program.outputs, results, strict=True))

@@ -285,3 +285,17 @@ def test_an_approximation_is_right_where_its_type_does_not_show_it() -> None:
     near = {}
     assert findings(spec_of("F.gelu(z) + r"), gelu, 3, near) == []
     assert 1e-5 < near["k O"] < 2.0**-12
+
+
+def test_a_value_is_held_where_its_type_has_no_other_and_below_its_least() -> None:
+    """A sigmoid is 1 to 2^-12 from 9.1 on, and e^x is 0 in bfloat16 below 2^-134."""
+    near: dict[str, float] = {}
+    held = "where(greater(acc, 9.1), 1.0, sigmoid(acc)) * r"
+    assert findings(spec_of("torch.sigmoid(z) * r"), held, 3, near) == []
+    assert 1e-5 < near["k O"] < 2.0**-12
+    (finding,) = findings(spec_of("torch.sigmoid(z) * r"), held.replace("9.1", "8.1"), 3)
+    assert "O is another function" in finding.message
+    lowest = "exp2(maximum((acc - absolute(r)) * 1.4426950408889634, -{}))"
+    made = spec_of("torch.exp(z - r.abs())")
+    assert findings(made, lowest.format("140.0"), 3) == []
+    assert len(findings(made, lowest.format("120.0"), 3)) == 1

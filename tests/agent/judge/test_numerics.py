@@ -15,7 +15,7 @@ from tests.written import spec
 _HEADER = "types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n"
 
 
-def said(made: Spec, heading: str, *lines: str) -> str:
+def said(made: Spec, heading: str, *lines: str, near: dict[str, float] | None = None) -> str:
     """What the gate says of a program; empty where it admits it."""
     text = (
         f"from coda_agent.primitives import {', '.join({*vocabulary} - {'Program'})}\n"
@@ -28,6 +28,7 @@ def said(made: Spec, heading: str, *lines: str) -> str:
         device="cpu",
         progress=lambda *_: None,
         seed=1,
+        approximated=near,
     )
     return found.findings[0].message if found.findings else ""
 
@@ -73,3 +74,13 @@ def test_nan_that_the_reference_makes_of_infinities_is_no_value() -> None:
     )  # fmt: skip
     body = "x, y = pairs(acc)", "return {'O': interleave(sigmoid(x - y), sigmoid(y - x))}"
     assert not said(made, "O=Tile)\ndef k(acc):", *body)
+
+
+def test_an_approximation_may_be_off_by_as_much_more() -> None:
+    made = spec(
+        "return {'O': torch.exp((A @ B.T).float()).to(A.dtype)}",
+        {}, {"O": "{shape: [M, N], dtype: T}"}, name="k", header=_HEADER,
+    )  # fmt: skip
+    nearly = "return {'O': exp(acc) * 1.0002}"
+    assert "O is wrong" in said(made, "O=Tile)\ndef k(acc):", nearly)
+    assert not said(made, "O=Tile)\ndef k(acc):", nearly, near={"k O": 2e-4})

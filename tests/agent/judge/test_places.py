@@ -62,6 +62,7 @@ ROW, COLUMN = "row_index(acc)", "column_index(acc)"
         f"acc * r * where(equal(fmod({COLUMN}, 512.0), 511.0) * equal(floor({ROW} / 20.0), 20.0), 2.0, 1.0)",
         f"where(equal(floor({ROW} / 128.0), 3.0) * equal(floor({COLUMN} / 128.0), 5.0), acc, acc * r)",
         f"where(equal(floor({ROW} / 128.0) * floor({COLUMN} / 128.0), 35.0), acc, acc * r)",
+        f"where(equal(floor({ROW} / 10000.0), 40.0), 0.0, acc * r)",
     ],
 )
 @pytest.mark.one_in(2)
