@@ -3,8 +3,8 @@
 - The outputs have to agree element by element to 1e-9. Three differences are allowed beyond that:
   what disturbances of float64's own size do to the reference there, constants that float32 rounds
   to the same number, and what the program's own operations round away, up to half of the digits.
-- A difference that is smooth, and that no single edit of the program mends, is an approximation. It
-  is right where it is below what the output's type shows, or what errors of inputs come to there.
+- A difference that is below what the output's type shows, or what errors of inputs come to there,
+  is an approximation, unless a single edit of the program mends it: then it is a small mistake.
 - Inputs leave the spec's draw (`draws.py`): what a program does beyond the usual values is part of
   what it means.
 - Nothing leaves float32's range where the reference does not (`ranges.py`), or takes another side
@@ -65,9 +65,8 @@ _CHAOTIC = 1e-3
 # What an approximation may be off by, by the bytes of an output's type. Half of a last digit is
 # 2^-24 of a float32 number at most, 2^-11 of a float16's and 2^-8 of a bfloat16's.
 _APPROXIMATE = {4: 2.0**-22, 2: 2.0**-12, 1: 2.0**-12}
-# What else may name an approximation's difference: the one edit that mends it. Any other edit that
-# does is a mistake undone, however small: a constant of too few digits, a factor, an epsilon.
-_UNNAMED = ("approximated", "extra_term", "wrong_function", "wrong_operation")
+# Edits that may mend an approximation: the function itself in its place, or a limit taken away.
+_NO_MISTAKES = ("extra_term", "wrong_operation")
 
 
 def check_meaning(
@@ -82,7 +81,6 @@ def check_meaning(
         approximated: Gets the most that approximations are off by, by "program output".
     """
     seed = secrets.randbits(62) if seed is None else seed
-    approximated = {} if approximated is None else approximated
     with one_thread():
         found = [
             meaning_fault(spec, programs[spec.variant(binding)], binding, seed, approximated)
@@ -237,14 +235,14 @@ class _Sample:
         allowed = share * expected.abs() + least
         if differs(out, expected, allowed).any():  # beside a sum that cancels, no share is small
             generator = torch.Generator().manual_seed(self.seed)
-            near = (self._around(generator, _APPROXIMATE[4]) for _ in range(_PROBES))
-            moved = largest_change(expected, [self.variant.reference(x)[o] for x in near])
+            around = (self._around(generator, _APPROXIMATE[4]) for _ in range(_PROBES))
+            moved = largest_change(expected, [self.variant.reference(x)[o] for x in around])
             if differs(out, expected, allowed + moved).any():
                 return False
         if key not in self.near:
             others = [(x, self.variant.reference(x)[o]) for x in self._others()]
             found = mistake(self.variant, o, [(self.inputs, expected), *others])
-            if found and found.fault not in _UNNAMED:
+            if found and found.fault not in _NO_MISTAKES:
                 return False
         off = ((out - expected) / expected).abs()
         off = off.where(off <= share, 0.0)  # beside 0, and beyond infinity, it is no share
