@@ -315,7 +315,7 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
     packed=True,
     derivative=chained(lambda z, x: z - z * z),
     edge=_bounded,
-    error="range",
+    error="result",
     aten=("sigmoid",),
 )
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

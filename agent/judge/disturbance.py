@@ -33,19 +33,19 @@ _FLUSHED = 2.0**-126
 _RANGE = 2.0**-15
 # Functions of torch that are no operation of the vocabulary, and what their error scales with.
 _COMPOSED = (
-    dict.fromkeys(("gelu_backward", "glu", "mish", "silu"), "argument")
+    dict.fromkeys(("gelu_backward", "mish"), "argument")
     | dict.fromkeys(
         (
-            "log_sigmoid", "logaddexp", "logaddexp2", "logit", "sinc", "softmax", "special_expit",
-            "special_ndtr", "tanhshrink",
+            "log_sigmoid", "logaddexp", "logaddexp2", "logit", "sinc", "softmax", "special_ndtr",
+            "tanhshrink",
         ),
         "range",
     )
     | dict.fromkeys(
         (
-            "celu", "elu", "exp2", "expm1", "float_power", "hypot", "log10", "log1p", "log2",
-            "logsumexp", "pow", "reciprocal", "selu", "softsign", "xlogy", "__pow__", "__rpow__",
-            "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
+            "celu", "elu", "exp2", "expm1", "float_power", "glu", "hypot", "log10", "log1p", "log2",
+            "logsumexp", "pow", "reciprocal", "selu", "silu", "softsign", "special_expit", "xlogy",
+            "__pow__", "__rpow__", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
         ),
         "result",
     )
@@ -151,7 +151,7 @@ class _Noise:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         if tensors and storage(tensors[0]) == storage(result):
             return result  # a view
-        off = self._error(getattr(function, "__name__", ""), args, tensors, result)
+        off = self._error(getattr(function, "__name__", ""), tensors, result)
         moved = result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
         return moved if self._grid is None else _on_grid(moved, 1 << self._grid)
 
@@ -163,7 +163,7 @@ class _Noise:
         return rounded(value + way * self._finer * SAFETY * near, dtype)
 
     def _error(
-        self, name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor], result: torch.Tensor
+        self, name: str, tensors: Sequence[torch.Tensor], result: torch.Tensor
     ) -> torch.Tensor:
         """Draw what a function of torch errs, by name."""
         finer, error = self._finer, errors().get(name)
@@ -182,8 +182,6 @@ class _Noise:
             # The slope errs as well, for references that differentiate: |x| has one, and so has a
             # term whose value is 0.
             argument = tensors[0] if tensors[0].shape == result.shape else result
-            if name == "glu":
-                argument = tensors[0].chunk(2, args[1] if len(args) > 1 else -1)[0]
             size, finite = argument.abs(), argument.nan_to_num()
             off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
         return off

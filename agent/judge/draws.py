@@ -26,6 +26,13 @@ _LADDER = 10, 16, 24, 32, 48, 64, 96, 112
 # Draws in which each input has a scale of its own. They show faults that need one large and another
 # small.
 _MIXES = 8
+# The share of inputs that have one sign in such a draw.
+_ALIKE = 0.5
+# The same within one input, and the binary exponents of its scales.
+_SPREADS, _SCALES = 3, (-20.0, 8.0)
+# What two numbers that nearly cancel are apart, as a share of them. Half of float32's digits: where
+# the square of what is left is a sum of squares, none is right.
+NEARLY = 2.0**-12
 
 
 def draw_doubles(
@@ -46,6 +53,18 @@ def _drawn(spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], see
     inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed, binding=binding)
     floating = (x for x in inputs if spec.inputs[x].draw.kind != "integers")
     return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
+
+
+def around(inputs: Inputs, generator: torch.Generator, share: float) -> Inputs:
+    """Draw inputs around others, a share of each element away."""
+    import torch
+
+    return {
+        x: v * (1 + share * torch.randn(v.shape, generator=generator, dtype=v.dtype))
+        if isinstance(v, torch.Tensor) and v.is_floating_point()
+        else v
+        for x, v in inputs.items()
+    }
 
 
 def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
@@ -70,18 +89,35 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
         inputs = drawn()
         negative = {a: 64.0 * inputs[a].abs(), b: -inputs[b].abs()}
         yield "every product negative", _given(inputs | negative)
+        yield "every product positive", _given(inputs | {x: inputs[x].abs() for x in (a, b)})
     scalable = [x for x in free if _scalable(spec, x)]
     inputs = drawn()
     yield "all inputs small together", _given(inputs | {x: _SMALL * inputs[x] for x in scalable})
     for _ in range(_MIXES):
-        inputs, factors = drawn(), {}
+        inputs, words = drawn(), list[str]()
         for x in scalable:
             sign = rng.choice((-1.0, 1.0)) if spec.inputs[x].domain is None else 1.0
-            factors[x] = sign * rng.choice((1 / 64, 1.0, 64.0))
-        label = "inputs at scales of their own: " + ", ".join(
-            f"{x} {f:g}" for x, f in factors.items()
-        )
-        yield label, _given(inputs | {x: f * inputs[x] for x, f in factors.items()})
+            factor, alike = sign * rng.choice((1 / 64, 1.0, 64.0)), rng.random() < _ALIKE
+            inputs[x] = factor * (abs(inputs[x]) if alike else inputs[x])
+            words.append(f"|{x}| {factor:g}" if alike else f"{x} {factor:g}")
+        yield "inputs at scales of their own: " + ", ".join(words), _given(inputs)
+    for _ in range(_SPREADS):
+        inputs = drawn()
+        spread = {x: _spread(inputs[x], x in (a, b), generator) for x in scalable}
+        yield "elements and rows at scales of their own", _given(inputs | spread)
+    if b in unbounded:
+        inputs = drawn()
+        alike = inputs[b][:1] + NEARLY * inputs[b]
+        yield "columns that nearly agree", _given(inputs | {b: alike.float().double()})
+
+
+def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Tensor:
+    """Give each row, or each element, a scale of its own."""
+    import torch
+
+    shape = (len(v), 1) if rows else v.shape
+    scales = torch.empty(shape, dtype=v.dtype).uniform_(*_SCALES, generator=generator)
+    return (v * scales.exp2()).float().double()
 
 
 def _scalable(spec: Spec, x: str) -> bool:

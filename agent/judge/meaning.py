@@ -7,8 +7,9 @@
   is an approximation, unless a single edit of the program mends it: then it is a small mistake.
 - Inputs leave the spec's draw (`draws.py`): what a program does beyond the usual values is part of
   what it means.
-- Nothing leaves float32's range where the reference does not (`ranges.py`), or takes another side
-  of its jumps (`ties.py`, `jumps.py`). What asks for its place is evaluated far out (`places.py`).
+- In float32, nothing leaves the range where the reference does not (`ranges.py`), loses digits that
+  it keeps (`single.py`), or takes another side of its jumps (`ties.py`, `jumps.py`). What asks for
+  its place is evaluated far out (`places.py`).
 - Nothing is compiled and no element type enters. Rounding, places in memory and what a kernel does
   with them are judged by the cases of `oracle.py`.
 """
@@ -26,13 +27,14 @@ from coda_agent.agent.judge.compare import SAFETY, largest_change
 from coda_agent.agent.judge.diagnosis import Diagnosis, diagnose_meaning
 from coda_agent.agent.judge.digits import LEAST, Roundings, differs, known, tops
 from coda_agent.agent.judge.disturbance import Way, disturbed
-from coda_agent.agent.judge.draws import draw_doubles, draws
+from coda_agent.agent.judge.draws import around, draw_doubles, draws
 from coda_agent.agent.judge.jumps import jump_fault
 from coda_agent.agent.judge.places import needless_draw, place_cases
 from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.repairs import mistake
 from coda_agent.agent.judge.runners import one_thread, replayed
+from coda_agent.agent.judge.single import cancelling_draws, digits_fault
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.ties import compared_draws, differing, tie_draws
 from coda_agent.agent.judge.variant import Variant
@@ -125,8 +127,10 @@ def _faults(
 ) -> Iterator[tuple[Finding, Inputs]]:
     """Find what differs, one input set after another, with the set."""
     spec, program, binding = variant.spec, variant.program, variant.binding
-    for label, inputs in itertools.chain(draws(spec, binding, seed), compared_draws(variant, seed)):
-        sample = _Sample.of(variant, seed, label, inputs, near)
+    drawn = draws(spec, binding, seed), compared_draws(variant, seed)
+    samples = list[_Sample]()
+    for label, inputs in itertools.chain(*drawn, cancelling_draws(variant, seed)):
+        samples.append(sample := _Sample.of(variant, seed, label, inputs, near))
         if fault := sample.fault():
             yield fault, inputs
         if fault := range_fault(variant, inputs, sample.truth, sample.results):
@@ -137,6 +141,9 @@ def _faults(
                 yield fault, draw.inputs
         if fault := jump_fault(variant, draw.inputs, draw.alone):
             yield _labelled(fault, draw.label, seed), draw.inputs
+    for x in samples:  # after the jumps: in rounding, too, a program may take the other side of one
+        if fault := digits_fault(variant, x.inputs, x.truth, x.results, seed):
+            yield _labelled(fault, x.label, seed), x.inputs
     if needless_draw(spec, program, binding):
         message = (
             "it draws random numbers, and the reference is the same function in every place: leave "
@@ -210,8 +217,8 @@ class _Sample:
         """Find the first output that is not the reference's."""
         for o, out, expected in self.apart():
             excuses = Roundings(self.variant, self.inputs, o, out)
-            for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
-                noise = self._noise(o, expected, probes, around)
+            for probes, share in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
+                noise = self._noise(o, expected, probes, share)
                 chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
                 allowed = (known(expected) + SAFETY * noise).where(~chaotic, math.inf)
                 wrong = excuses.wrong(expected, allowed)
@@ -235,8 +242,8 @@ class _Sample:
         allowed = share * expected.abs() + least
         if differs(out, expected, allowed).any():  # beside a sum that cancels, no share is small
             generator = torch.Generator().manual_seed(self.seed)
-            around = (self._around(generator, _APPROXIMATE[4]) for _ in range(_PROBES))
-            moved = largest_change(expected, [self.variant.reference(x)[o] for x in around])
+            near = (around(self.inputs, generator, _APPROXIMATE[4]) for _ in range(_PROBES))
+            moved = largest_change(expected, [self.variant.reference(x)[o] for x in near])
             if differs(out, expected, allowed + moved).any():
                 return False
         if key not in self.near:
@@ -278,14 +285,14 @@ class _Sample:
             )
         return Finding(message=message, where=where)
 
-    def _noise(self, o: str, truth: torch.Tensor, probes: int, around: float) -> torch.Tensor:
+    def _noise(self, o: str, truth: torch.Tensor, probes: int, share: float) -> torch.Tensor:
         """Find how far errors of float64's size, of inputs too, move elements."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
         runs = []
         for i in range(probes):
-            near = self._around(generator, around)
+            near = around(self.inputs, generator, share)
             # With opposite signs: where an output saturates, one alone may move nothing. And with
             # none: sinc(x) of a huge x is 10^-38 of either sign, which an error of its range always
             # exceeds.
@@ -293,17 +300,6 @@ class _Sample:
             spec, binding = self.variant.spec, self.variant.binding
             runs.append(disturbed(spec, near, binding, self.seed + i // 3, way)[o])
         return largest_change(truth, runs)
-
-    def _around(self, generator: torch.Generator, share: float) -> Inputs:
-        """Draw inputs around these."""
-        import torch
-
-        return {
-            x: v * (1 + share * torch.randn(v.shape, generator=generator, dtype=v.dtype))
-            if isinstance(v, torch.Tensor) and v.is_floating_point()
-            else v
-            for x, v in self.inputs.items()
-        }
 
 
 def _labelled(finding: Finding, label: str, seed: int) -> Finding:

@@ -34,7 +34,7 @@ _NEAR = 1e-9
 _USUAL = 0.0, 1.0
 _LEAST = 2.0**-20
 _EXPONENTS = 8, 120, 120  # of two, in either sign
-_SUMS = "add", "iadd", "radd", "sub", "isub", "rsub", "subtract"
+SUMS = "add", "iadd", "radd", "sub", "isub", "rsub", "subtract"
 _ANGLES = "sin", "cos", "tan", "sinc"
 _WIDEST = 2.0**16  # of an angle: float32 holds it to 2^-8, and a quotient by 2 pi not even so far
 # What tells a number that float32 happens to hold from one that is exact, as a share of it. Odd: a
@@ -191,7 +191,7 @@ def bare(function: Any, args: tuple[Any, ...], result: Any, sign: float = 1.0) -
     name = called(function)
     if name in _ANGLES and floating(args[0]):
         return result.where(args[0].abs() <= _WIDEST, math.nan)
-    if name not in _SUMS or not floating(result):
+    if name not in SUMS or not floating(result):
         return result
     a, b = args[:2]
     a, b = (a, b) if name.endswith("add") else (-a, b) if name == "rsub" else (a, -b)

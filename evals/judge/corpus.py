@@ -1,7 +1,6 @@
 """Right programs, which a judge must not refuse: accepted kernels, rewrites, demonstrations.
 
-- A rewrite says the same thing in another way: factors are regrouped, a sigmoid is made of exp or
-  of tanh.
+- A rewrite says the same thing in another way: factors are regrouped, a sigmoid is made of exp.
 - A demonstration gets a spec of its own, made of its operands' kinds, the range of its inputs and
   its reference. A demonstration that needs a table, which a spec cannot draw, is left out by name.
 """

@@ -240,7 +240,6 @@ REWRITES: dict[str, dict[str, Change]] = {
     "differences as sums": {"sub": lambda v, args: args[0] + -args[1]},
     "quotients as products": {"div": lambda v, args: args[0] * (1.0 / args[1])},
     "sigmoid by exp": {"sigmoid": lambda v, args: 1.0 / (record("exp", -args[0]) + 1.0)},
-    "sigmoid by tanh": {"sigmoid": lambda v, args: record("tanh", args[0] * 0.5) * 0.5 + 0.5},
     "maximum by minimum": {"maximum": lambda v, args: -record("minimum", -args[0], -args[1])},
     "absolute by maximum": {"absolute": lambda v, args: record("maximum", args[0], -args[0])},
     "gelu_tanh spelled out": {"gelu_tanh": _gelu},

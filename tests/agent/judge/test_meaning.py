@@ -14,6 +14,7 @@ from coda_agent.demos import demos
 from coda_agent.evals.judge import corpus
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.specs import Spec, load_spec
@@ -34,15 +35,18 @@ def spec_of(body: str, domain: str = "", stored: str = "bfloat16") -> Spec:
     )
 
 
-def findings(
-    made: Spec, expression: str, seed: int | None = None, near: dict[str, float] | None = None
-) -> list[Finding]:
+def program(expression: str) -> Program:
     text = (
         f"from coda_agent.primitives import {', '.join({*vocabulary} - {'Program'})}\n"
         f"@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {{'O': {expression}}}\n"
     )
-    programs = read_programs(text)
-    return check_meaning(made, programs, seed=seed, approximated=near)
+    return read_programs(text)["k"]
+
+
+def findings(
+    made: Spec, expression: str, seed: int | None = None, near: dict[str, float] | None = None
+) -> list[Finding]:
+    return check_meaning(made, {"k": program(expression)}, seed=seed, approximated=near)
 
 
 @pytest.mark.one_in(6)
@@ -102,7 +106,6 @@ def test_a_quotient_that_overflows_is_another_function() -> None:
     ("body", "expression"),
     [
         ("(z + r) * (z - r)", "acc * acc - r * r"),  # cancels where |z| and |r| are close
-        ("F.silu(z) * r", "acc * r * (tanh(acc * 0.5) * 0.5 + 0.5)"),
         ("torch.sin(z) * r", "r * sin(acc)"),  # of 10^38 radians, too
         ("z * 0.7978845608028654 * r", "acc * r * 0.7978846"),  # the same float32, nearly
         ("F.softplus(z) * r", "softplus(acc) * r"),
@@ -113,16 +116,6 @@ def test_the_same_function_written_otherwise_passes(body: str, expression: str) 
     made = spec_of(body)
     for seed in range(4):
         assert findings(made, expression, seed) == []
-
-
-@pytest.mark.parametrize("seed", [1684065359, 317948835])
-@pytest.mark.one_in(2)
-def test_a_tail_that_saturates_passes_whatever_the_probes(seed: int) -> None:
-    """A sigmoid by tanh is 0 far out, and a large factor brings the exact one to e4m3's bound all
-    the same. In these draws four probes of random sign all pushed it further into the bound."""
-    (right,) = corpus.kernels([load_kernel(GENERATED / "gemm_fp8_swiglu_quantised")])
-    (by_tanh,) = (r for r in corpus.rewrites(right) if r.name.endswith("sigmoid by tanh"))
-    assert check_meaning(by_tanh.spec, by_tanh.programs, seed=seed) == []
 
 
 # Of these draws four disturbed angles were the same double again, and a right program was refused.
@@ -281,10 +274,14 @@ def test_an_approximation_is_right_where_its_type_does_not_show_it() -> None:
     t = f"(1.0 / (1.0 + 0.3275911 * {half}))"
     series = polynomial(t, 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
     tail = f"0.5 * ({t} * {series} * exp(-1.0 * {half} * {half}))"
-    gelu = f"acc * where(greater(acc, 0.0), 1.0 - {tail}, {tail}) + r"
     near = {}
-    assert findings(spec_of("F.gelu(z) + r"), gelu, 3, near) == []
-    assert 1e-5 < near["k O"] < 2.0**-12
+    due = "torch.erfc(z.abs() / 2**0.5) + 1 - r"
+    assert findings(spec_of(due), f"1.0 + 2.0 * {tail} - r", 3, near) == []
+    assert 1e-8 < near["k O"] < 2.0**-12
+    # Beside a small r its tail shows: at z = -5 it is off by a quarter of GELU.
+    gelu = f"acc * where(greater(acc, 0.0), 1.0 - {tail}, {tail}) + r"
+    (finding,) = findings(spec_of("F.gelu(z) + r"), gelu, seed=3)
+    assert finding.where["case"] == "elements and rows at scales of their own"
 
 
 def test_a_value_is_held_where_its_type_has_no_other_and_below_its_least() -> None:
