@@ -138,6 +138,17 @@ def exponential_less_one(x: Register) -> Register:
     return _chosen(near, series * x, fast("exp")(x) - 1.0)
 
 
+def soft_plus(x: Register) -> Register:
+    """Compute log(1 + eˣ): eˣ times a series below -4, where the sum rounds its digits away."""
+    from cutlass import Float32
+
+    x = Float32(x)
+    e = fast("exp")(x)
+    series = fused(e, fused(e, fused(e, -1 / 4, 1 / 3), -1 / 2), 1.0) * e
+    found = _chosen(_compared("OLT", x, -4.0), series, fast("log")(e + 1.0))
+    return _chosen(_compared("OGT", x, 20.0), x, found)
+
+
 def fused(x: Register, y: Register, z: Register) -> Register:
     """Compute x · y + z in one FFMA."""
     from cutlass import Float32, cute

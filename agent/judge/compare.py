@@ -25,7 +25,7 @@ SAFETY = 16.0
 # So many wrong elements, or a quarter of all, may be due to jumps.
 _FEW = 8
 # Fast approximations flush what is less to 0.
-_FLUSHED = 2.0**-126
+FLUSHED = 2.0**-126
 # The least bound by dtype. A narrow output is rounded once at the store, which errs uniformly up to
 # eps / 2. A float32 one may come from fast approximations of the special-function unit, of which
 # tanh errs by 2^-11.
@@ -168,7 +168,7 @@ def allowance(
     info = torch.finfo(dtype)
     noise = SAFETY * _spread(largest_change(truth, disturbed))
     stored = store_rounding(truth, dtype, added_to) + unit_of(dtype) * noise
-    return stored + noise + max(info.smallest_normal * info.eps / 2, _FLUSHED)
+    return stored + noise + max(info.smallest_normal * info.eps / 2, FLUSHED)
 
 
 def largest_change(truth: torch.Tensor, disturbed: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.agent.judge.compare import SAFETY
+from coda_agent.agent.judge.compare import FLUSHED, SAFETY
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.rounding import rounded
@@ -28,7 +28,6 @@ _OPERATION = 2.0**-24  # in float32
 _APPROXIMATION = 2.0**-22  # by an approximation of the special-function unit
 _PRODUCT = 2.0**-25  # one product of a GEMM whose operands have 16 bits
 _PRODUCT_8 = 2.0**-16  # the same for 8 bits, of which tensor cores keep about 14 bits of a sum
-_FLUSHED = 2.0**-126
 # MUFU.TANH errs by up to 2^-11 of its range, not of its result. So does what is composed of it.
 _RANGE = 2.0**-15
 # Functions of torch that are no operation of the vocabulary, and what their error scales with.
@@ -172,7 +171,7 @@ class _Noise:
         off = result * (finer * unit * share)
         # Float32 flushes what is less to 0, where a sign jumps.
         if finer >= 1.0 and self._grid is None:
-            off += (_FLUSHED * share).where(result != 0, 0.0)
+            off += (FLUSHED * share).where(result != 0, 0.0)
         if name in _OF_ONE:
             off += finer * unit * share
         if error in ("range", "argument"):
@@ -192,7 +191,7 @@ def _on_grid(x: torch.Tensor, step: int) -> torch.Tensor:
     import torch
 
     kept = x.detach()
-    bits = kept.where(~(kept.abs() < _FLUSHED), 0.0).float().view(torch.int32)
+    bits = kept.where(~(kept.abs() < FLUSHED), 0.0).float().view(torch.int32)
     near = ((bits + step // 2) & -step).view(torch.float32).to(x.dtype)
     # Bits have no derivative, which some references ask for.
     return x + (near - kept).where(kept.isfinite(), 0.0) if x.requires_grad else near

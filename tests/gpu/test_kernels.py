@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from coda_agent.demos import Demo, demos
 from coda_agent.primitives import (
@@ -29,6 +30,8 @@ from coda_agent.primitives import (
     interleave,
     pairs,
     sigmoid,
+    silu,
+    softplus,
 )
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.tiles import TileConfig, unfused_forms
@@ -431,3 +434,21 @@ def test_log_sum_exp_of_large_values_stays_finite(config: TileConfig) -> None:
         }
         check(program, values, config)
         check(program, values, config, block_size=config.tile_n)
+
+
+@epilogue(sigma=Tile, gated=Tile, plus=Tile)
+def tails(acc):
+    return {"sigma": sigmoid(acc), "gated": silu(acc), "plus": softplus(acc)}
+
+
+def test_functions_keep_the_digits_of_their_tails() -> None:
+    """Whatever rounds to bfloat16 may be off by half of its last place, and a little more."""
+    x = torch.logspace(-6, 1.9, 4096, device="cuda").bfloat16()
+    a, b = torch.zeros(8192, 16, device="cuda"), torch.zeros(32, 16, device="cuda")
+    a[:, 0], b[:, 0] = torch.cat([-x, x]), 1.0  # the product is x itself
+    got = bound(tails)(a.bfloat16(), b.bfloat16(), {})
+    exact = a[:, :1].bfloat16().double()
+    due = {"sigma": exact.sigmoid(), "gated": F.silu(exact), "plus": F.softplus(exact)}
+    for o, expected in due.items():
+        error = (got[o].double() - expected).abs() / expected.abs()
+        assert error.max() < 2.0**-9 + 1e-5, o
