@@ -26,6 +26,11 @@ _LADDER = 10, 16, 24, 32, 48, 64, 96, 112
 # Draws in which each input has a scale of its own. They show faults that need one large and another
 # small.
 _MIXES = 8
+# Its square overflows in float32.
+_LARGE = 2.0**66
+# Beside products of some -1. What a maximum begins with, other than minus infinity, is above those
+# of the last.
+_NEGATIVE = 64.0, 2.0**16
 # The share of inputs that have one sign in such a draw.
 _ALIKE = 0.5
 # The same within one input, and the binary exponents of its scales.
@@ -39,12 +44,20 @@ def draw_doubles(
     spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int
 ) -> Inputs:
     """Draw the spec's own inputs at a shape, in float64."""
-    return _given(_drawn(spec, binding, sizes, seed))
+    return _given(spec, _drawn(spec, binding, sizes, seed))
 
 
-def _given(inputs: Inputs) -> Inputs:
-    """Turn tensors without dims into numbers."""
-    return {x: v if getattr(v, "ndim", 0) else float(v) for x, v in inputs.items()}
+def _given(spec: Spec, inputs: Inputs) -> Inputs:
+    """Hold inputs to what their types have, and turn tensors without dims into numbers."""
+    import torch
+
+    given, types = dict[str, Any](), spec.default_types()
+    for x, v in inputs.items():
+        if isinstance(v, torch.Tensor) and v.is_floating_point():
+            most = torch.finfo(getattr(torch, spec.dtype_of(x, types))).max
+            v = v.clamp(-most, most)
+        given[x] = v if getattr(v, "ndim", 0) else float(v)
+    return given
 
 
 def _drawn(spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int) -> Inputs:
@@ -55,7 +68,7 @@ def _drawn(spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], see
     return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
 
 
-def around(inputs: Inputs, generator: torch.Generator, share: float) -> Inputs:
+def around(inputs: Mapping[str, Any], generator: torch.Generator, share: float) -> Inputs:
     """Draw inputs around others, a share of each element away."""
     import torch
 
@@ -77,22 +90,26 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
     def drawn() -> Inputs:
         return _drawn(spec, binding, base_shape(spec), rng.getrandbits(62))
 
-    yield "", _given(drawn())
+    yield "", _given(spec, drawn())
     a, b = spec.gemm
     free = [x for x, tensor in spec.inputs.items() if tensor.draw.kind != "integers"]
     for x in free:
         for label, change in _changes(spec, x):
             inputs = drawn()
-            yield f"{x} {label}", _given({**inputs, x: change(inputs[x], generator)})
+            yield f"{x} {label}", _given(spec, {**inputs, x: change(inputs[x], generator)})
     unbounded = [x for x in free if spec.inputs[x].domain is None]
     if {a, b} <= set(unbounded):
         inputs = drawn()
-        negative = {a: 64.0 * inputs[a].abs(), b: -inputs[b].abs()}
-        yield "every product negative", _given(inputs | negative)
-        yield "every product positive", _given(inputs | {x: inputs[x].abs() for x in (a, b)})
+        for factor in (2 / inputs[a].shape[1], *_NEGATIVE):
+            negative = {a: factor * inputs[a].abs(), b: -inputs[b].abs()}
+            yield "every product negative", _given(spec, inputs | negative)
+        yield "every product positive", _given(spec, inputs | {x: inputs[x].abs() for x in (a, b)})
     scalable = [x for x in free if _scalable(spec, x)]
     inputs = drawn()
-    yield "all inputs small together", _given(inputs | {x: _SMALL * inputs[x] for x in scalable})
+    yield (
+        "all inputs small together",
+        _given(spec, inputs | {x: _SMALL * inputs[x] for x in scalable}),
+    )
     for _ in range(_MIXES):
         inputs, words = drawn(), list[str]()
         for x in scalable:
@@ -100,15 +117,19 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
             factor, alike = sign * rng.choice((1 / 64, 1.0, 64.0)), rng.random() < _ALIKE
             inputs[x] = factor * (abs(inputs[x]) if alike else inputs[x])
             words.append(f"|{x}| {factor:g}" if alike else f"{x} {factor:g}")
-        yield "inputs at scales of their own: " + ", ".join(words), _given(inputs)
+        yield "inputs at scales of their own: " + ", ".join(words), _given(spec, inputs)
     for _ in range(_SPREADS):
         inputs = drawn()
         spread = {x: _spread(inputs[x], x in (a, b), generator) for x in scalable}
-        yield "elements and rows at scales of their own", _given(inputs | spread)
+        yield "elements and rows at scales of their own", _given(spec, inputs | spread)
     if b in unbounded:
         inputs = drawn()
         alike = inputs[b][:1] + NEARLY * inputs[b]
-        yield "columns that nearly agree", _given(inputs | {b: alike.float().double()})
+        alike = {b: alike.float().double()}
+        yield "columns that nearly agree", _given(spec, inputs | alike)
+        if a in scalable:
+            large = inputs[a] / NEARLY  # an epsilon is no more than what is left
+            yield "large columns that nearly agree", _given(spec, inputs | alike | {a: large})
 
 
 def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Tensor:
@@ -153,7 +174,7 @@ def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
     factors = [64.0, 1 / 64]
     factors += [-1.0, -64.0, 0.0] if domain is None else []
     # An epsilon or a floor shows where a value is about as small.
-    factors += [2.0**-k for k in _LADDER] if x == spec.gemm[0] else []
+    factors += [_LARGE, *(2.0**-k for k in _LADDER)] if x == spec.gemm[0] else []
     # A single number has no spread of exponents, so these stand for it.
     scalar = not spec.inputs[x].shape.cases.get("", (1,))
     factors += [2.0**20, 2.0**-20] if scalar else []

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     Outputs = Mapping[str, torch.Tensor]
 
 _UNIT = 2.0**-24
+# Where a row's largest is taken off first, e^x is to overflow without that.
+_LARGE = 2.0**12
 # Of inputs, and of an output: squares and products of two inputs stay in range.
 _INPUT, _OUTPUT = 2.0**40, 2.0**100
 # Inputs so near may be told apart no better by the reference: its errors there count, too.
@@ -44,27 +46,34 @@ _SUMMED = "gelu", "gelu_backward"
 
 
 def cancelling_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Draw usual inputs; one nearly cancels what the reference adds it to."""
+    """Draw inputs; one nearly cancels what the reference adds it to, or the largest of its row."""
     import torch
+    from torch.func import debug_unwrap
 
     spec, seen = variant.spec, dict[str, torch.Tensor]()
     inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
-    free = {x for x, tensor in spec.inputs.items() if tensor.domain is None} - {*spec.gemm}
+    inputs[spec.gemm[0]] = _LARGE * inputs[spec.gemm[0]]
+    free = {x for x, t in spec.inputs.items() if t.draw.kind != "integers"} - {*spec.gemm}
     places = {storage(v): x for x, v in inputs.items() if x in free and floating(v)}
 
     def touch(function: Any, args: tuple[Any, ...], result: Any) -> Any:
         if called(function) in SUMS and all(map(floating, args[:2])):
             for one, other in itertools.permutations(args[:2]):
                 x = places.get(storage(one))
-                if x and x not in seen and result.shape == inputs[x].shape:
-                    value = torch.func.debug_unwrap(other).detach().expand(result.shape)
-                    seen[x] = (-value if called(function).endswith("add") else value).clone()
+                if x and x not in seen and one.numel() == inputs[x].numel():
+                    value = debug_unwrap(other).detach().expand(result.shape)
+                    shape = (1,) * (result.ndim - one.ndim) + tuple(one.shape)
+                    folded = [d for d, n in enumerate(shape) if n < result.shape[d]]
+                    value = -value if called(function).endswith("add") else value
+                    value = value.amax(folded) if folded else value
+                    seen[x] = value.reshape(inputs[x].shape).clone()
         return result
 
     variant.reference(inputs, touch=touch)
     generator = torch.Generator().manual_seed(seed)
     for x, value in seen.items():
         near = around({x: value}, generator, NEARLY)[x].float().double()
+        near = near.clamp(*spec.inputs[x].domain or (-math.inf, math.inf))
         yield f"{x} nearly cancels what it is added to", inputs | {x: near}
 
 
@@ -147,9 +156,9 @@ def _finding(
     lost = found_lost(replay, _UNIT)
     at = tuple(int(i) for i in wrong.nonzero()[0])
     got, expected = (float(x[at]) for x in (out, right))
+    what = "loses its digits in float32" if math.isfinite(got) else "leaves float32's range"
     message = (
-        f"{o} loses its digits in float32: it is {got:g} where {expected:.9g} is due, which the "
-        "reference gives"
+        f"{o} {what}: it is {got:g} where {expected:.9g} is due, which the reference gives"
     ) + (f"; {lost.text}" if lost else "")
     where = {"fault": lost.fault if lost else "cancellation", "got": got, "expected": expected}
     where |= {"index": list(at), "output": o, "program": variant.program.name}
