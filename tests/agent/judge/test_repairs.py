@@ -35,7 +35,7 @@ MISTAKES = [
     ("torch.relu(z) + r", "maximum(acc, 0.5) + r", "wrong_constant", "0.5 .* should be 0"),
     ("torch.log1p(z * z) * r", "log(1.0 + acc * acc) * r", "cancellation", "digits are lost"),
     ("torch.exp(z * 4.0 - r) * r", "exp(acc * 4.0 - r)", "missing_operand", "`r` is left out"),
-    ("F.softplus(z) * r", "log(1.0 + exp(acc)) * r", "overflow", r"`exp\(acc\)` overflows"),
+    ("F.softplus(z) * r", "log(1.0 + exp(acc)) * r", "cancellation", r"the rounding of `1 \+ exp\(acc\)`"),
     ("z * r - z.unflatten(1, (-1, 8)).amax(2).repeat_interleave(8, 1)", "acc * r - group_max(acc, 16)", "wrong_constant", r"should be `group_max\(acc, 8\)`"),
     ("z * r * z.unflatten(1, (-1, 2, 2)).flip(2).flatten(1)", "acc * r * exchange(acc, 4)", "wrong_constant", r"should be `exchange\(acc, 2\)`"),
     ("r - z.unflatten(1, (-1, 4)).sum(2).repeat_interleave(4, 1)", "r - group_max(acc, 4)", "wrong_operation", r"should be `group_sum\(acc, 4\)`"),
