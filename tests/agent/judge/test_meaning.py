@@ -63,6 +63,7 @@ def test_accepted_kernels_mean_their_references(name: str) -> None:
         ("z * r", "acc * absolute(r)", "r times -1", 2.0),
         ("z * r", "acc * r * 1.000001", None, 1e-6),
         ("z * r", "maximum(acc, -10.0) * r", "A times 64", None),
+        ("z * r", "maximum(acc, -30000.0) * r", "A times 7.3787e+19", None),
         ("z - z.abs() - r", "minimum(acc + acc, 0.0) - maximum(r, 0.001)", "r times -1", None),
         ("F.gelu(z, approximate='tanh') * r", "gelu_erf(acc) * r", None, None),
         ("torch.log1p(z.abs()) * r", "log(1.0 + absolute(acc)) * r", "A times", None),

@@ -24,6 +24,9 @@ from tests.written import spec
          "`1 + exp(-absolute(acc))`"),
         ("torch.log1p(z.abs()) * r", "where(greater(absolute(acc), 1e-6), "
          "log(1.0 + absolute(acc)), absolute(acc)) * r", "`1 + absolute(acc)`"),
+        ("(z.unflatten(1, (-1, 16)).var(2, correction=0) + 1e-5).repeat_interleave(16, 1) * r",
+         "(group_sum(acc * acc, 16) * 0.0625 + 1e-5"
+         " - group_sum(acc, 16) * group_sum(acc, 16) * 0.00390625) * r", "group_sum(acc"),
     ],
 )  # fmt: skip
 def test_what_loses_its_digits_in_float32_is_refused(
