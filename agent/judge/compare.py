@@ -129,6 +129,14 @@ def unit_of(dtype: torch.dtype) -> float:
     return 2.0**-15 if dtype is torch.float32 else torch.finfo(dtype).eps / 2
 
 
+def least_of(dtype: torch.dtype) -> float:
+    """Give what is 0 in `dtype`, or flushed to 0 before it is stored."""
+    import torch
+
+    info = torch.finfo(dtype)
+    return max(info.smallest_normal * info.eps / 2, FLUSHED)
+
+
 def store_rounding(
     truth: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -163,12 +171,9 @@ def allowance(
         disturbed: The same output of reference runs with disturbed arithmetic.
         added_to: What the output is added to in place.
     """
-    import torch
-
-    info = torch.finfo(dtype)
     noise = SAFETY * _spread(largest_change(truth, disturbed))
     stored = store_rounding(truth, dtype, added_to) + unit_of(dtype) * noise
-    return stored + noise + max(info.smallest_normal * info.eps / 2, FLUSHED)
+    return stored + noise + least_of(dtype)
 
 
 def largest_change(truth: torch.Tensor, disturbed: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -23,7 +23,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from coda_agent.agent.judge.compare import FLUSHED, SAFETY, largest_change
+from coda_agent.agent.judge.compare import SAFETY, largest_change, least_of
 from coda_agent.agent.judge.diagnosis import Diagnosis, diagnose_meaning
 from coda_agent.agent.judge.digits import LEAST, Roundings, differs, known, tops
 from coda_agent.agent.judge.disturbance import Way, disturbed
@@ -327,6 +327,5 @@ def _tolerance(spec: Spec, o: str) -> tuple[float, float]:
     kinds = [getattr(torch, spec.dtype_of(o, types)) for types in spec.type_choices()]
     if not all(kind.is_floating_point for kind in kinds):
         return 0.0, 0.0
-    least = (torch.finfo(kind).tiny * torch.finfo(kind).eps / 2 for kind in kinds)
     share = min(_APPROXIMATE.get(kind.itemsize, 0.0) for kind in kinds)
-    return share, max(FLUSHED, min(least))
+    return share, min(map(least_of, kinds))

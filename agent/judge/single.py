@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.compare import FLUSHED, SAFETY, largest_change, unit_of
+from coda_agent.agent.judge.compare import SAFETY, largest_change, least_of, unit_of
 from coda_agent.agent.judge.digits import tops
 from coda_agent.agent.judge.disturbance import Way, disturbed
 from coda_agent.agent.judge.draws import NEARLY, around, draw_doubles
@@ -101,9 +101,9 @@ def digits_fault(
             continue
         top, _ = tops(spec, o)
         out, right, due = (x.clamp(-top, top) for x in (rounded[o], right, truth[o]))
-        size, info = right.abs(), torch.finfo(dtype)
+        size = right.abs()
         sound = due.isfinite() & (size < _OUTPUT) & ((size > 1 / _OUTPUT) | (size == 0))
-        allowed = unit_of(dtype) * size + max(info.smallest_normal * info.eps / 2, FLUSHED)
+        allowed = unit_of(dtype) * size + least_of(dtype)
         wrong = sound & ~((out - right).abs() <= allowed)
         for runs in _RUNS:
             if wrong.any():
