@@ -241,6 +241,17 @@ def test_compiles_for_hopper(program: Program) -> None:
     assert "MUFU.TANH" not in text
 
 
+@epilogue(dX=Tile, O=Tile)
+def gelu_backward(acc, X: Tile):
+    return {"dX": acc * derivative(gelu_erf, X), "O": gelu_erf(X)}
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_gelu_and_its_slope_have_one_exponential() -> None:
+    text = sass(Path(built(gelu_backward)["object"]))
+    assert text.count("MUFU.EX2") == text.count("MUFU.RCP") > 0
+
+
 def test_a_text_may_hand_on_a_function() -> None:
     text = (
         "from coda_agent.primitives import Tile, derivative, epilogue, silu\n\n\n"
