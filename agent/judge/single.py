@@ -156,10 +156,12 @@ def _finding(
     lost = found_lost(replay, _UNIT)
     at = tuple(int(i) for i in wrong.nonzero()[0])
     got, expected = (float(x[at]) for x in (out, right))
-    what = "loses its digits in float32" if math.isfinite(got) else "leaves float32's range"
+    what, fault = "loses its digits in float32", "cancellation"
+    if not math.isfinite(got):
+        what, fault = "leaves float32's range", "overflow"
     message = (
         f"{o} {what}: it is {got:g} where {expected:.9g} is due, which the reference gives"
     ) + (f"; {lost.text}" if lost else "")
-    where = {"fault": lost.fault if lost else "cancellation", "got": got, "expected": expected}
+    where = {"fault": lost.fault if lost else fault, "got": got, "expected": expected}
     where |= {"index": list(at), "output": o, "program": variant.program.name}
     return Finding(message=message, where=where)
