@@ -12,6 +12,7 @@ from pathlib import Path
 from coda_agent.agent import authors, publish, workspace
 from coda_agent.agent.execution.confinement import missing
 from coda_agent.agent.judge.machine import Gpu, smi
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import writable_cache
 from coda_agent.runtime.target import find_tool
@@ -138,8 +139,6 @@ def _gpu() -> Iterator[Item]:
     cuda: str | None = None
     built = package_version("torch", "torch") if hopper else None
     if built:
-        import torch  # only here: it takes seconds, and without a GPU the answer is known
-
         built = torch.version.cuda
         cuda = str(built) if torch.cuda.is_available() else None
     if hopper:

@@ -17,6 +17,7 @@ from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import Observer
 from coda_agent.agent.tune import check_shape
 from coda_agent.agent.workspace import Kernel
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.program import Program
@@ -121,8 +122,6 @@ def compiled(jobs: Sequence[CompileJob], folds: Sequence[Fold], observer: Observ
     Raises:
         OSError: the cache cannot be written to.
     """
-    import torch
-
     folder = cache_directory()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:

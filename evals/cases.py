@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -140,7 +141,6 @@ def differentiated(
     Returns:
         What gives the outputs, as "out 0", …, and the gradients by the values' names.
     """
-    import torch
 
     def named(outs: Sequence[Tensor]) -> dict[str, Tensor]:
         return {f"out {i}": out.detach() for i, out in enumerate(outs)}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.evals.cases import Call
+from coda_agent.primitives.deferred import torch
 
 Calls = Mapping[str, Call]
 Clock = Callable[[Calls, int, str], Mapping[str, Samples]]
@@ -65,7 +66,6 @@ def host(calls: Calls, rounds: int, device: str) -> dict[str, Samples]:
 
 def ranks(calls: Calls, rounds: int, device: str) -> dict[str, Samples]:
     """Time calls of all ranks together, after one round more."""
-    import torch
     import torch.distributed as dist
 
     wait = _wait(device)
@@ -103,6 +103,4 @@ CLOCKS: Mapping[str, Clock] = {
 
 def _wait(device: str) -> Callable[[], object]:
     """Give what waits for the device."""
-    import torch
-
     return torch.cuda.synchronize if device == "cuda" else lambda: None

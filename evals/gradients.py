@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.evals.cases import Call, Case, Contender, Setup, Suite, differentiated
+from coda_agent.primitives.deferred import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +51,6 @@ def cases() -> list[Case]:
 
 
 def _setup(name: str, static: Mapping[str, str], device: str, shrink: int) -> Setup:
-    import torch
-
     from coda_agent import generated
     from coda_agent.specs import draw_inputs, run_reference
     from coda_agent.specs.reference import reference_callable

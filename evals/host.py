@@ -13,6 +13,7 @@ from pathlib import Path
 
 from coda_agent.evals.cases import Case, Contender, Outputs, Setup, Suite
 from coda_agent.evals.kernels import load
+from coda_agent.primitives.deferred import torch
 from coda_agent.specs import load_spec
 
 LIMIT = 0.05
@@ -35,8 +36,6 @@ def cases(root: Path) -> list[Case]:
 
 
 def _setup(root: Path, name: str, device: str, shrink: int) -> Setup:
-    import torch
-
     from coda_agent.specs import as_declared, draw_inputs, run_reference
 
     kernel = load(root, name)

@@ -27,6 +27,7 @@ from coda_agent.evals.cases import BASE, OURS, Absent, Call, Case, Contender, Se
 from coda_agent.evals.cells import FOLDER, About, Cell, append, card, read
 from coda_agent.evals.clocks import CLOCKS, Clock
 from coda_agent.evals.workers import leave_with_parent
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, MachineError
 
 UNTIMED = "untimed"
@@ -119,8 +120,6 @@ class Bench:
 
     def measured(self, suite: Suite, case: Case, choice: Choice, say: Say) -> Iterator[Cell]:
         """Check a case's contenders once; time them in each regime."""
-        import torch
-
         wanted = _wanted(case, choice)
         torch.compiler.reset()  # a function is compiled eight times in a process, then not again
         setup = case.make(self.device, self.shrink)
@@ -187,7 +186,6 @@ class Bench:
 
     def _spawned(self, suite: Suite, case: Case, choice: Choice, say: Say) -> Iterator[Cell]:
         """Measure in as many processes as ranks; the first one's cells."""
-        import torch
         from torch.multiprocessing.spawn import ProcessException, spawn
 
         if self.device == "cuda" and (there := torch.cuda.device_count()) < case.ranks:
@@ -204,7 +202,6 @@ class Bench:
 
 
 def _rank(rank: int, folder: str, settings: Any, suite: str, case: str, choice: Choice) -> None:
-    import torch
     import torch.distributed as dist
 
     from coda_agent.evals.benchmarks import load
@@ -325,8 +322,6 @@ def _line(fault: Exception) -> str:
 
 def peak_mib(call: Call) -> int:
     """Measure the MiB that a call takes beyond what was there."""
-    import torch
-
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
+
 if TYPE_CHECKING:
     from coda_agent.fuse.show import Shown
 
@@ -24,8 +26,6 @@ def fuse(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     Raises:
         TypeError: what is given cannot be called.
     """
-    import torch
-
     from coda_agent.fuse.backend import coda
 
     if function is None:
@@ -47,7 +47,6 @@ def explain(function: Callable[..., Any], *args: object, **kwargs: object) -> li
         An entry for each graph, with its `steps` (kernels, and calls of PyTorch with the reason),
         its `eager` cost, and its `kernels` as text and as data.
     """
-    import torch
     from torch._inductor import config
 
     from coda_agent.fuse.joint import SEEN

@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.specs.recording import alone
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.agent.judge.samples import Samples
 
 _ALONE = {"joint_custom_post_pass": None, "triton.cudagraphs": False, "cpp_wrapper": False}
@@ -39,7 +38,6 @@ class Inductor:
 
     def compile(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Compile for such tensors."""
-        import torch
         from torch._guards import tracing
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
@@ -83,8 +81,6 @@ def fastest(runs: Mapping[str, Callable[[], object]]) -> tuple[str, dict[str, fl
 
 def times_of(runs: Sequence[Callable[[], object]]) -> list[Samples]:
     """Time calls in loops, by the host's time where it is longer."""
-    import torch
-
     from coda_agent.agent.judge.samples import Samples
 
     times: list[list[float]] = [[] for _ in runs]

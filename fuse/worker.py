@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -17,12 +17,10 @@ from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
 from coda_agent.fuse.rules import prepare
 from coda_agent.fuse.show import Shown, shown
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.effects import forbidden
 from coda_agent.specs.source import Example, Source
-
-if TYPE_CHECKING:
-    import torch
 
 _SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
 _LETTER = 4096
@@ -60,8 +58,6 @@ def planned(function: Callable[..., object], tensors: Sequence[torch.Tensor]) ->
 
 
 def _run(job: JsonObject) -> JsonObject:
-    import torch
-
     source = _SOURCE.validate_python(job["source"])
     examples = _EXAMPLES.validate_python(job["examples"])
     # What torch imports and looks up at its first run, before nothing may be opened any more.

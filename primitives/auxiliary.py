@@ -6,13 +6,9 @@ folded on a GPU in one launch (`fold.py`), elsewhere in plain torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.reductions import RowMean
-
-if TYPE_CHECKING:
-    import torch
 
 
 def rstd(partials: torch.Tensor, *, n: int, block: int, eps: float = 1e-6) -> torch.Tensor:
@@ -30,8 +26,6 @@ def rstd(partials: torch.Tensor, *, n: int, block: int, eps: float = 1e-6) -> to
     Raises:
         LaunchError: the partials are not float32 or do not fit `n` and `block`.
     """
-    import torch
-
     if partials.ndim < 2 or partials.dtype not in (torch.float32, torch.float64):
         raise LaunchError(
             f"rstd: partials are {tuple(partials.shape)} {partials.dtype}, "

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.derivatives import minus, plus, times
 from coda_agent.primitives.fast_math import (
     comparison,
@@ -32,9 +32,6 @@ from coda_agent.primitives.operation import (
     unknown,
 )
 from coda_agent.primitives.ops import exp, log, rsqrt
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "acos",
@@ -123,8 +120,6 @@ def _library(
 )
 def where(condition: Term, x: Term, y: Term) -> torch.Tensor:
     """x where the condition is not 0, else y; what is not taken may be infinite or NaN."""
-    import torch
-
     condition, x, y = as_tensors(condition, x, y)
     return torch.where(condition != 0, x, y)
 
@@ -176,8 +171,6 @@ def round_even(x: torch.Tensor) -> torch.Tensor:
 )
 def copysign(x: Term, y: Term) -> torch.Tensor:
     """|x| with the sign of y, of which 0 has one too."""
-    import torch
-
     return torch.copysign(*as_tensors(x, y))
 
 
@@ -189,8 +182,6 @@ def copysign(x: Term, y: Term) -> torch.Tensor:
 )
 def fmod(x: Term, y: Term) -> torch.Tensor:
     """x less the whole multiple of y next to it on the side of 0, for |x / y| < 2²²."""
-    import torch
-
     return torch.fmod(*as_tensors(x, y))
 
 
@@ -309,8 +300,6 @@ def erfc(x: torch.Tensor) -> torch.Tensor:
 )
 def atan2(y: Term, x: Term) -> torch.Tensor:
     """The angle of the point (x, y), in radians between -π and π."""
-    import torch
-
     return torch.atan2(*as_tensors(y, x))
 
 
@@ -322,6 +311,4 @@ def _power_slope(z: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> 
 @elementwise(function("pow"), flops=20, derivative=_power_slope, error="result")
 def power(x: Term, y: Term) -> torch.Tensor:
     """x to the power y; NaN where x is negative and y no integer."""
-    import torch
-
     return torch.pow(*as_tensors(x, y))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Shape, Value
 from coda_agent.primitives.operation import MOVES, Op
-
-if TYPE_CHECKING:
-    import torch
 
 
 def gather(x: Value, index: Value) -> Value:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING
 
 from coda_agent.primitives.adjoint import adjoints, dependents, recorded
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.derivatives import plus
 from coda_agent.primitives.elementary import equal
 from coda_agent.primitives.errors import ProgramError
@@ -42,9 +42,6 @@ from coda_agent.primitives.resources import (
     Tile,
 )
 from coda_agent.primitives.tables import Table
-
-if TYPE_CHECKING:
-    import torch
 
 PRODUCT = "acc"
 """The name of the accumulator's gradient, which no operand has."""
@@ -136,8 +133,6 @@ class Gradient:
                 is computed.
             block_size: That of reductions that are raw partials.
         """
-        import torch
-
         if product is None:  # of which places ask the size
             like = next(iter(tensors.values()))
             product = like.new_zeros((), dtype=torch.float32).expand(size)
@@ -179,8 +174,6 @@ class Gradient:
     @cached_property
     def fused(self) -> Callable[..., list[torch.Tensor]]:
         """The same by few kernels, which torch.compile makes."""
-        import torch
-
         # Of one code object it keeps eight results, so each gradient has its own.
         call = type(self).__call__
         own = FunctionType(call.__code__.replace(), call.__globals__, argdefs=call.__defaults__)
@@ -190,8 +183,6 @@ class Gradient:
         self, o: str, value: torch.Tensor, product: torch.Tensor, block_size: int | None
     ) -> torch.Tensor:
         """Spread an output, or its gradient, over the tile that it folds."""
-        import torch
-
         kind, (m, n) = self.program.outputs[o], product.shape
         value = value.to(product.dtype)
         if issubclass(kind, GroupTile):
@@ -297,8 +288,6 @@ def _own_size(kind: type) -> bool:
 def _folded(kind: type, gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Fold the gradients of all places that read an operand."""
     if _own_size(kind):
-        import torch
-
         m, n = gradient.shape
         rows, columns = (torch.arange(x, device=gradient.device) for x in (m, n))
         if issubclass(kind, Table):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.kinds import FLOATS, Lowering, Operand, Output
@@ -17,7 +18,6 @@ from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, no
 from coda_agent.primitives.tables import Table
 
 if TYPE_CHECKING:
-    import torch
     from quack.epilogue.ops import EpiOp
 
 __all__ = ["GroupTile4", "GroupTile8", "GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
@@ -128,8 +128,6 @@ def _span(op: str) -> int:
 
 def folded(which: str, x: torch.Tensor, width: int) -> torch.Tensor:
     """Compute the meaning in torch."""
-    import torch
-
     if which == EXCHANGED:
         return x.unflatten(-1, (-1, 2, width)).flip(-2).flatten(-3)
     groups = x.unflatten(-1, (-1, width))
@@ -199,8 +197,6 @@ class GroupTile(Output):
 
     @classmethod
     def taken(cls, value: torch.Tensor) -> torch.Tensor:
-        import torch
-
         # Of one row and one group, `contiguous` would leave the strides that are not.
         return value[:, :: cls.width].clone(memory_format=torch.contiguous_format)
 

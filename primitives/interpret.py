@@ -12,16 +12,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
-
-if TYPE_CHECKING:
-    import torch
 
 
 def evaluate(
@@ -67,8 +65,6 @@ def interpret(
     Returns:
         The outputs by name; with compute float64, unrounded and in float64.
     """
-    import torch
-
     compute = compute or torch.float32
     acc = touch(a.to(compute) @ b.to(compute).mT)
     lifted = {name: kind.lifted(operands[name], acc) for name, kind in program.operands.items()}
@@ -95,7 +91,5 @@ def interpret(
 
 def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert as the kernel's store, which saturates where torch gives NaN."""
-    import torch
-
     largest = torch.finfo(dtype).max
     return (value.clamp(-largest, largest) if dtype.itemsize == 1 else value).to(dtype)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.fast_math import Lanes
 from coda_agent.primitives.graph import Shape, Value
 from coda_agent.primitives.operation import Edge, Term
 
 if TYPE_CHECKING:
-    import torch
     from quack.epilogue.ops import EpiOp
 
     from coda_agent.primitives.program import Program
@@ -109,8 +109,6 @@ class Operand(Resource, Value):
     @classmethod
     def lifted(cls, value: Term, acc: torch.Tensor) -> torch.Tensor:
         """Cast it to the accumulator's type, against which it broadcasts."""
-        import torch
-
         return torch.as_tensor(value, dtype=acc.dtype, device=acc.device)
 
     @classmethod

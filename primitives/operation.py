@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Operand, Value, record
-
-if TYPE_CHECKING:
-    import torch
 
 Term: TypeAlias = "torch.Tensor | float"
 """What an operation means something on in torch; one of its terms is a tensor."""
@@ -137,8 +135,6 @@ def elementwise(cute: Callable[..., Any], **facts: Any) -> Decorator:
 
 def as_tensors(*values: Term) -> tuple[torch.Tensor, ...]:
     """Make numbers among `values` tensors like the first tensor."""
-    import torch
-
     like = next(v for v in values if isinstance(v, torch.Tensor))
     return tuple(torch.as_tensor(v, dtype=like.dtype, device=like.device) for v in values)
 
@@ -149,6 +145,4 @@ def _is_number(x: object) -> bool:
 
 def _constant(fn: Callable[..., torch.Tensor], values: tuple[float, ...]) -> float:
     """Compute an operation of numbers alone, in float64."""
-    import torch
-
     return float(fn(*(torch.tensor(float(v), dtype=torch.float64) for v in values)))

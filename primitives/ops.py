@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.derivatives import chained, minus, plus, times
 from coda_agent.primitives.fast_math import (
     absolute_value,
@@ -26,8 +27,6 @@ from coda_agent.primitives.graph import Operand, Value
 from coda_agent.primitives.operation import Degree, Edge, additive, as_tensors, elementwise, kept
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.primitives.operation import Term
 
 __all__ = [
@@ -183,8 +182,6 @@ def neg(x: torch.Tensor) -> torch.Tensor:
 )
 def maximum(x: Term, y: Term) -> torch.Tensor:
     """The larger of x and y; NaN if either is. One argument may be a number."""
-    import torch
-
     return torch.maximum(*as_tensors(x, y))
 
 
@@ -197,8 +194,6 @@ def maximum(x: Term, y: Term) -> torch.Tensor:
 )
 def minimum(x: Term, y: Term) -> torch.Tensor:
     """The smaller of x and y; NaN if either is. One argument may be a number."""
-    import torch
-
     return torch.minimum(*as_tensors(x, y))
 
 
@@ -224,8 +219,6 @@ def step(x: torch.Tensor) -> torch.Tensor:
 )
 def fma(x: Any, y: Any, z: Any) -> torch.Tensor:
     """x · y + z, rounded once."""
-    import torch
-
     like = next(v for v in (x, y, z) if isinstance(v, torch.Tensor))
     # A product of two float32 is exact in float64.
     x, y, z = (v.double() if isinstance(v, torch.Tensor) else v for v in (x, y, z))
@@ -336,8 +329,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 )
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """log(1 + eˣ); x itself above 20, as torch has it. On an H200 it is good to 5e-6 of itself."""
-    import torch
-
     return torch.nn.functional.softplus(x)
 
 
@@ -352,8 +343,6 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 )
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """GELU in the tanh approximation: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
-    import torch
-
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
@@ -367,7 +356,5 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 )
 def gelu_erf(x: torch.Tensor) -> torch.Tensor:
     """GELU, exact: ½·x·(1 + erf(x/√2))."""
-    import torch
-
     # PyTorch's vectors on a CPU give NaN of infinity.
     return torch.nn.functional.gelu(x).where(x != math.inf, x)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.fast_math import Register
 from coda_agent.primitives.graph import Node, Operand, Shape, Value, join
 from coda_agent.primitives.operation import MOVES, Op, Term, additive, as_tensors, kept
 
 if TYPE_CHECKING:
-    import torch
     from quack.epilogue.math import Pair
 
 _HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
@@ -74,8 +74,6 @@ def interleave(even: Operand, odd: Operand) -> Value:
 
 def _interleaved(even: Term, odd: Term) -> torch.Tensor:
     """Interleave tensors that broadcast to one another, or one and a number."""
-    import torch
-
     return torch.stack(torch.broadcast_tensors(*as_tensors(even, odd)), dim=-1).flatten(-2)
 
 

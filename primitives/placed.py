@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value
 from coda_agent.primitives.operation import PLACED, Degree, Edge, Op, Term
 
 if TYPE_CHECKING:
-    import torch
     from cutlass import Uint32
 
 __all__ = ["column_index", "dropout", "philox_uniform", "row_index"]
@@ -134,7 +134,6 @@ def philox(
 
     The reference of a spec may call it.
     """
-    import torch
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     if get_proxy_mode() is None and isinstance(rows, torch.SymInt):  # of sizes alone
@@ -155,8 +154,6 @@ def philox(
 @lru_cache(maxsize=1)
 def _traced() -> tuple[torch._ops.OpOverloadPacket, torch.library.Library]:
     """Make `philox` an operator of torch that traces record; and its library."""
-    import torch
-
     library = torch.library.Library("coda_agent_placed", "DEF")
     given = "Tensor like, Scalar seed, Scalar offset, SymInt rows, SymInt columns"
     library.define(f"philox({given}) -> Tensor")
@@ -167,8 +164,6 @@ def _traced() -> tuple[torch._ops.OpOverloadPacket, torch.library.Library]:
 def _shaped(
     like: torch.Tensor, seed: object, offset: object, rows: int, columns: int
 ) -> torch.Tensor:
-    import torch
-
     return like.new_empty(rows, columns, dtype=torch.float64)
 
 
@@ -181,8 +176,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(x: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return torch.arange(x.shape[1], device=x.device).to(x.dtype).expand(x.shape)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.fast_math import assembly
 from coda_agent.primitives.graph import Operand, Value, record
@@ -19,7 +20,6 @@ from coda_agent.primitives.operation import GROUPS, MOVES, OPS, PLACED, Op, Term
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
 
 if TYPE_CHECKING:
-    import torch
     from cutlass import Float32
 
 MEANINGS = {
@@ -201,8 +201,6 @@ def _computed(
     """Make a call: of float32 the instructions, of float64 their meaning."""
 
     def call(*args: Term) -> torch.Tensor:
-        import torch
-
         tensors = as_tensors(*args)
         if tensors[0].dtype is torch.float32:
             return run(statements, registers, *tensors)

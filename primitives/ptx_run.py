@@ -13,10 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from coda_agent.primitives.deferred import torch
 
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -86,8 +84,6 @@ def run(
         statements: In order; each reads only what is set before it.
         args: `$1`, `$2` …: float32, shapes that broadcast.
     """
-    import torch
-
     held: dict[str, torch.Tensor] = {f"${i}": x for i, x in enumerate(args, 1)}
 
     def read(name: str, type: str) -> torch.Tensor:
@@ -114,8 +110,6 @@ def run(
 
 def _number(text: str, device: torch.device) -> torch.Tensor:
     """Give a number's 32 bits: a float32's, or an integer's."""
-    import torch
-
     if text[:2] in ("0f", "0F"):
         bits = int(text[2:], 16)
     elif "." in text:
@@ -132,8 +126,6 @@ def _flushed(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
 
 def _finished(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
     """Saturate and flush a float32 result; make NaN canonical."""
-    import torch
-
     if "sat" in words:
         return x.where(x > 0, 0.0).clamp(max=1.0)  # NaN is 0, and so is -0
     canonical = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=x.device).view(torch.float32)
@@ -142,8 +134,6 @@ def _finished(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
 
 def _narrowed(words: Sequence[str], exact: torch.Tensor) -> torch.Tensor:
     """Round float64 to float32 as the modifier says, else to nearest."""
-    import torch
-
     x = exact.float()
     up, inf = x.double(), torch.tensor(torch.inf, device=x.device)
     if "rz" in words:
@@ -155,8 +145,6 @@ def _narrowed(words: Sequence[str], exact: torch.Tensor) -> torch.Tensor:
 
 def _sum(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Add in float64, rounded to odd, so that rounding again rounds once."""
-    import torch
-
     total = x + y
     part = total - x
     error = (x - (total - part)) + (y - part)  # exact (Knuth's TwoSum); NaN beside an infinity
@@ -204,8 +192,6 @@ def _sign(words: Sequence[str], x: torch.Tensor) -> torch.Tensor:
 
 def _extreme(words: Sequence[str], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Take the smaller or larger; with .NaN a NaN; -0 < +0."""
-    import torch
-
     x, y = (_flushed(words, v) for v in (x, y))
     a, b = (v.view(torch.int32) for v in torch.broadcast_tensors(x, y))
     if words[0] == "min":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Lowering, Output
 
 if TYPE_CHECKING:
-    import torch
     from quack.epilogue.ops import EpiOp
 
     from coda_agent.primitives.tiles import TileConfig
@@ -61,8 +61,6 @@ class Reduction(Output):
             (M, ⌈N / block⌉), or (N, ⌈M / block⌉) for a reduction over rows. The partial of a mean
             is the block's sum over `block`, in a ragged last block too.
         """
-        import torch
-
         value = value.mT if cls.over_rows else value
         kept, folded = value.shape
         blocks, identity = -(-folded // block), cls.identity()

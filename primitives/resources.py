@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.groups import GROUP_TILES
 from coda_agent.primitives.kinds import FLOATS, HALVES, Lowering, Operand, Output
@@ -30,7 +31,6 @@ from coda_agent.primitives.tables import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from quack.epilogue.ops import EpiOp
 
 __all__ = [

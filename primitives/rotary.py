@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.graph import Value
 from coda_agent.primitives.operation import Argument
 from coda_agent.primitives.ops import cos, fma, rint, sin
 from coda_agent.primitives.pairwise import interleave, pairs
-
-if TYPE_CHECKING:
-    import torch
 
 
 def rotate(x: Argument, y: Argument, cosine: Argument, sine: Argument) -> tuple[Argument, Argument]:
@@ -73,8 +70,6 @@ def rotary_turns(
     Raises:
         LaunchError: the heads do not fit.
     """
-    import torch
-
     rotated = 2 * inverse_frequencies.numel()
     if inverse_frequencies.ndim != 1 or rotated > head_dim or head_dim % 2:
         raise LaunchError(

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.fast_math import Register, assembly
 from coda_agent.primitives.operation import Decorator, Edge, Term, elementwise, kept
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "stochastic_bfloat16",
@@ -40,8 +37,6 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     e4m3 has no infinity, and releases of PyTorch differ in what they make of a value beyond it.
     Here it saturates, as the GPU's conversion does.
     """
-    import torch
-
     held = x.clamp(-448.0, 448.0) if dtype is torch.float8_e4m3fn else x
     # Through float32, as torch rounds float64 to 8 bits, whatever its release.
     return held.float().to(dtype).to(x.dtype)
@@ -55,8 +50,6 @@ def stochastic(x: torch.Tensor, u: Term, dtype: torch.dtype) -> torch.Tensor:
 
     The reference of a spec may call it, with numbers of `coda_agent.primitives.placed.philox`.
     """
-    import torch
-
     info = torch.finfo(dtype)
     # Below the normal numbers the step is that of the least of them, which is added meanwhile.
     lift = torch.where(x.abs() < info.smallest_normal, info.smallest_normal, 0.0).to(x.dtype)
@@ -102,8 +95,6 @@ def to_bfloat16(x: torch.Tensor) -> torch.Tensor:
 
         return {"O": to_bfloat16(acc) * 2.0}
     """
-    import torch
-
     return rounded(x, torch.bfloat16)
 
 
@@ -115,8 +106,6 @@ def to_float16(x: torch.Tensor) -> torch.Tensor:
 
         return {"O": to_float16(acc) * 2.0}
     """
-    import torch
-
     return rounded(x, torch.float16)
 
 
@@ -130,8 +119,6 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
         return {"O": to_e4m3(acc * 16.0) * 0.0625}
     """
-    import torch
-
     return rounded(x, torch.float8_e4m3fn)
 
 
@@ -144,8 +131,6 @@ def to_e5m2(x: torch.Tensor) -> torch.Tensor:
 
         return {"O": to_e5m2(acc * 16.0) * 0.0625}
     """
-    import torch
-
     return rounded(x, torch.float8_e5m2)
 
 
@@ -183,8 +168,6 @@ def stochastic_bfloat16(x: torch.Tensor, u: Term) -> torch.Tensor:
 
         return {"O": stochastic_bfloat16(acc, philox_uniform(acc, 7, 0))}
     """
-    import torch
-
     return stochastic(x, u, torch.bfloat16)
 
 
@@ -196,6 +179,4 @@ def stochastic_e4m3(x: torch.Tensor, u: Term) -> torch.Tensor:
 
         return {"O": stochastic_e4m3(acc, philox_uniform(acc, 7, 0))}
     """
-    import torch
-
     return stochastic(x, u, torch.float8_e4m3fn)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
@@ -26,13 +26,11 @@ from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiContext, TileStore
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.group_store import Coord, State
 from coda_agent.primitives.groups import spans
 from coda_agent.primitives.kinds import Lowering
 from coda_agent.primitives.wide import wide_access
-
-if TYPE_CHECKING:
-    import torch
 
 
 class HalfStore(TileStore):

@@ -18,11 +18,10 @@ from cutlass._mlir_helpers.arith import ArithValue
 from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.ops import EpiContext, EpiOp
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.group_store import Coord, Fragments, State
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.primitives.tables import Table
 
     Place = int | Int32 | Uint32

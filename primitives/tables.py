@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import FLOATS, Operand
 from coda_agent.primitives.operation import Edge, Term
 
 if TYPE_CHECKING:
-    import torch
     from quack.epilogue.ops import EpiOp
 
 __all__ = ["PositionHeads", "PositionPairs", "PositionTable", "SampleHeads", "SampleTable"]
@@ -78,8 +78,6 @@ class Table(Operand):
 
     @classmethod
     def lifted(cls, value: Term, acc: torch.Tensor) -> torch.Tensor:
-        import torch
-
         table, (m, n) = super().lifted(value, acc), acc.shape
         rows, columns = (torch.arange(x, device=acc.device) for x in (m, n))
         i, j = cls.entry(rows, columns, (m, n), table.shape)

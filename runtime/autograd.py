@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError, ProgramError
 from coda_agent.primitives.gradient import KEPT, PRODUCT, Gradient, extremum, gradient_of
 from coda_agent.primitives.gradient import keeping as kept_by
@@ -25,9 +26,6 @@ from coda_agent.runtime.function import Chooser, supported
 from coda_agent.runtime.gradient_pass import GradientPass
 from coda_agent.runtime.operators import Variant, Variants, operators, scalars
 from coda_agent.specs import Spec
-
-if TYPE_CHECKING:
-    import torch
 
 _A, _B = "first of the product", "second of the product"
 _VARIANTS: dict[str, Variant] = {}
@@ -64,8 +62,6 @@ def keeping(
 
 def register(op: str, spec: Spec, variants: Variants) -> None:
     """Register the gradients of the operator `coda_agent::op`, where it has any."""
-    import torch
-
     bindings = [x for x in spec.bindings() if not spec.updated(x)]
     keys = (tuple(x.values()) for x in bindings)
     known = {key: variants[key] for key in keys if key in variants}
@@ -138,8 +134,6 @@ def _saving(variant: Variant, needed: tuple[bool, ...]) -> _Saving:
 
 
 def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    import torch
-
     needed, (a, b, *_) = ctx.needs_input_grad[: len(inputs)], variant.places
     for label, i in (("A", a), ("B", b)):
         if needed[i] and inputs[i].dtype.itemsize == 1:
@@ -163,8 +157,6 @@ def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[A
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    import torch
-
     (a, b), shapes, results = ctx.product, ctx.shapes, [None] * len(ctx.shapes)
     names, wanted = ctx.saving.names, ctx.saving.wanted
     given = {gradient_of(o): g for o, g in zip(names, grads, strict=True) if g is not None}
@@ -195,8 +187,6 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | Non
 @lru_cache(maxsize=1)
 def _operator() -> None:
     """Register `coda_agent::gradients`, of which a second derivative is refused."""
-    import torch
-
     library = operators()
     library.define(
         "gradients(Tensor[] tensors, str names, str kernel, str wanted, SymInt m, SymInt n, "
@@ -234,8 +224,6 @@ class _Request(NamedTuple):
 
     def read(self) -> tuple[Gradient, dict[str, torch.Tensor], list[torch.dtype]]:
         """Find the gradient, the tensors by name, and the results' types."""
-        import torch
-
         known = dict(zip(self.names.split(";"), self.tensors, strict=True))
         asked = dict(x.split(":") for x in self.wanted.split(";"))
         variant = _VARIANTS[self.kernel]
@@ -245,8 +233,6 @@ class _Request(NamedTuple):
 
     def computed(self) -> list[torch.Tensor]:
         """Compute the gradients."""
-        import torch
-
         size, (gradient, known, types) = (self.m, self.n), self.read()
         if self.m == 0:
             return [*map(torch.zeros_like, self.fake())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ArgumentError, LaunchError
 from coda_agent.runtime.operators import scalars
 from coda_agent.specs import Spec
@@ -56,7 +57,6 @@ class CallInputs:
 
     def check_transforms(self) -> None:
         """Refuse to be differentiated but by `backward` and `grad`."""
-        import torch
         from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
         from torch.autograd import forward_ad
 
@@ -72,8 +72,6 @@ class CallInputs:
 
     def autocast(self, values: list[object]) -> str | None:
         """Cast as autocast does where it is on; the device's type then."""
-        import torch
-
         device = getattr(getattr(values[self.a], "device", None), "type", "cpu")
         if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
             return None
@@ -86,8 +84,6 @@ class CallInputs:
 
     def check(self, values: Sequence[object]) -> None:
         """Refuse what is no dense tensor, nor an allowed number."""
-        import torch
-
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 if hasattr(value, "placements"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.dispatch import (
     Cost,
@@ -18,9 +19,6 @@ from coda_agent.runtime.dispatch import (
     features,
     time_us,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 Times = Mapping[TileConfig, float]
 """Measured microseconds by configuration."""
@@ -41,8 +39,6 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
     Args:
         measured: By shape; a configuration need not stand at every one.
     """
-    import torch
-
     configs = sorted({config for times in measured.values() for config in times})
     shapes = tuple(measured)
     grid = [[measured[s].get(c, math.nan) for s in shapes] for c in configs]
@@ -88,8 +84,6 @@ class _Costs:
     """Costs as they are fitted: start, kind's share, configuration's own."""
 
     def __init__(self, configs: Sequence[TileConfig]) -> None:
-        import torch
-
         areas = [c.tile_m * c.tile_n / 16384 if c.fused else 1.0 for c in configs]
         area = torch.tensor(areas, dtype=torch.float64)
         step, small = 0.35 * area.clamp(min=0.3), torch.full_like(area, 0.05)

@@ -24,6 +24,7 @@ from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.math import Pair
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.fast_math import Lanes
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.group_fold import beside, exchanged, parts, replayed, shuffled, which_of
@@ -47,8 +48,6 @@ from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.elementwise_fold import fold_rows, folded, total
 
 if TYPE_CHECKING:
-    import torch
-
     Loaded = Lanes | list[Lanes]
     """An operand's value in a row, or one for each column."""
 

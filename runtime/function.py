@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.kinds import Resource
@@ -20,9 +21,6 @@ from coda_agent.runtime.call_cache import CallPlan, Calls
 from coda_agent.runtime.launch import allocate
 from coda_agent.runtime.plan import Wanted, resolve
 from coda_agent.runtime.tensor_checks import TensorChecks, dtype_name
-
-if TYPE_CHECKING:
-    import torch
 
 exact: ContextVar[bool] = ContextVar("exact", default=False)
 """Whether calls take float32 alone, and PyTorch interprets them: for proofs of formulas."""
@@ -232,8 +230,6 @@ def untuned(m: int, n: int, k: int, dtype: str, block: int | None) -> None:
 @lru_cache(maxsize=16)
 def supported(device: torch.device) -> bool:
     """Tell whether kernels run on `device`, a Hopper GPU."""
-    import torch
-
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

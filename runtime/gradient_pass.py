@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.gradient import PRODUCT, Gradient, gradient_of
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.groups import GroupTile
@@ -39,9 +39,6 @@ from coda_agent.runtime import unfused
 from coda_agent.runtime.call_cache import CallPlan, Calls
 from coda_agent.runtime.launch import allocate
 from coda_agent.runtime.plan import Finish
-
-if TYPE_CHECKING:
-    import torch
 
 # Rows of a CTA. Partials of sums over rows are one a CTA, which are written and read again: with 32
 # they are a sixteenth of a 16-bit tile.
@@ -119,8 +116,6 @@ class GradientPass:
     def _resolved(
         self, size: tuple[int, int], given: Sequence[torch.Tensor], types: Sequence[torch.dtype]
     ) -> CallPlan:
-        import torch
-
         program, gradient = self.program, self.gradient
         kinds = [(self.first, Tile), *program.operands.items()]
         makes = [partial(self._read, o, kind, size) for o, kind in kinds]

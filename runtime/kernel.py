@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.runtime import autograd as gradients
@@ -23,8 +24,6 @@ from coda_agent.specs.format import Draw
 from coda_agent.specs.layout import Place
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.runtime.call_cache import Results
 
 
@@ -211,8 +210,6 @@ class Kernel:
         if variant is None:
             self._inputs.check_transforms()
         if (device := self._inputs.autocast(values)) is not None:
-            import torch
-
             # The interpreter's own product would be cast too.
             with torch.autocast(device, enabled=False):
                 return self._anew(variant, key, values, block)

@@ -16,6 +16,7 @@ from functools import partial
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import kernel_names, lower
 from coda_agent.primitives.memory import parts_meet, tile_counter
@@ -28,7 +29,6 @@ from coda_agent.runtime import unfused
 from coda_agent.runtime.call_cache import launching
 
 if TYPE_CHECKING:
-    import torch
     from quack.gemm_runtime.host import GemmEpiPlan
 
 
@@ -49,8 +49,6 @@ def allocate(
     device: torch.device | str,
 ) -> dict[str, torch.Tensor]:
     """Make raw output buffers; the caller fills what is added to."""
-    import torch
-
     return {
         o: torch.empty(
             kind.buffer(m, n, config),

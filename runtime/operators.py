@@ -19,22 +19,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.runtime.call_cache import CallPlan, differentiated, picked
 from coda_agent.runtime.function import ProgramFunction
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.runtime.call_cache import Results
 
 
 @lru_cache(maxsize=1)
 def operators() -> torch.library.Library:
     """Open the library of all operators."""
-    import torch
-
     return torch.library.Library("coda_agent", "FRAGMENT")  # held, or torch drops the operators
 
 
@@ -131,8 +128,6 @@ class Variant:
         return picked(self.returned, results)
 
     def _update(self, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
-        import torch
-
         for i, place in self.updated:
             if results[i] is not values[place]:
                 values[place].copy_(results[i])
@@ -148,8 +143,6 @@ def register(
     name: str, spec: Spec, variants: Variants
 ) -> dict[tuple[str, ...], torch._ops.OpOverloadPacket]:
     """Register a kernel's operators: `name`, and `name_` where inputs are overwritten."""
-    import torch
-
     ops = {}
     for mutates, suffix in enumerate(("", "_")):
         bindings = [x for x in spec.bindings() if bool(spec.updated(x)) == mutates]
@@ -163,8 +156,6 @@ def register(
 
 def _define(name: str, spec: Spec, variants: Variants, defaults: dict[str, str]) -> None:
     """Register the operator of `variants`, which overwrite the same input or none."""
-    import torch
-
     updated = spec.updated(defaults)
 
     def body(

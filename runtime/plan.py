@@ -11,6 +11,7 @@ from functools import partial
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.memory import tma_ready
@@ -22,8 +23,6 @@ from coda_agent.runtime.call_cache import CallPlan
 from coda_agent.runtime.launch import Arguments, allocate, bind
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.primitives.fold import Folds
 
     View = Callable[[torch.Tensor], torch.Tensor]
@@ -57,8 +56,6 @@ def resolve(
         b: (N, K).
         operands: By name, with what is added to in place.
     """
-    import torch
-
     lead, n = a.shape[:-1], b.shape[0]
     m = lead.numel()
     kinds: dict[str, type[Resource]] = {**program.operands}

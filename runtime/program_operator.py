@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import ColIndex
 from coda_agent.primitives.tiles import TileConfig
@@ -21,8 +22,6 @@ from coda_agent.runtime.operators import operators
 from coda_agent.runtime.tile_choice import prior_chooser, scheduled
 
 if TYPE_CHECKING:
-    import torch
-
     Tensors = Sequence[torch.Tensor] | None
 
 
@@ -105,7 +104,6 @@ def _flops(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> int:
 @lru_cache(maxsize=1)
 def kernel_operator() -> torch._ops.OpOverloadPacket:
     """Register `coda_agent::kernel`, once; the operator."""
-    import torch
     from torch.utils.flop_counter import register_flop_formula
 
     library = operators()

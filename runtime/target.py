@@ -21,13 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.runtime.launch import Arguments
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
@@ -86,7 +85,6 @@ class Tensors(NamedTuple):
 
     def given(self, program: Program, config: TileConfig) -> Arguments:
         """Make the arguments of a launch, without data."""
-        import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from coda_agent.runtime.launch import Arguments, allocate

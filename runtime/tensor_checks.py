@@ -6,16 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile, steps
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +32,6 @@ class TensorChecks:
     @lru_cache(maxsize=64)  # noqa: B019 (there are as many functions as kernels)
     def dtypes_for(self, element: torch.dtype) -> dict[str, torch.dtype]:
         """Find the element type of each output, by that of A."""
-        import torch
-
         names = {o: "float32" for o, k in self.program.outputs.items() if k.element_bytes == 4}
         names |= {o: name for o, name in self.dtypes.items() if name is not None}
         return {

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime import dispatch_tables as tables
@@ -159,16 +160,12 @@ def _prior(
 
 @lru_cache(maxsize=1)
 def _gpu_name() -> str:
-    import torch
-
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
 @lru_cache(maxsize=4)
 def _gpu(name: str) -> Gpu:
     """Describe a GPU to the prior: one here, else an H200."""
-    import torch
-
     if _gpu_name() != name or not torch.cuda.is_available():
         return H200._replace(name=name)
     about = torch.cuda.get_device_properties(0)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.objects import fingerprint
 from coda_agent.primitives.program import Program
@@ -21,8 +22,6 @@ from coda_agent.primitives.resources import Scalar
 from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.runtime.launch import Arguments
 
 _COMPILED: dict[str, Any] = {}
@@ -35,8 +34,6 @@ def forget() -> None:
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply (M, K) by (N, K)ᵀ in float32; rows are 16-byte multiples."""
-    import torch
-
     if a.element_size() > 1:
         return torch.mm(a, b.mT, out_dtype=torch.float32)
     n = b.shape[0]
@@ -53,8 +50,6 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _one(device: torch.device) -> torch.Tensor:
     """Make the scale of FP8 operands, which any stream may read."""
-    import torch
-
     one = torch.ones((), dtype=torch.float32, device=device)
     if one.is_cuda:
         torch.cuda.current_stream(device).synchronize()
@@ -63,8 +58,6 @@ def _one(device: torch.device) -> torch.Tensor:
 
 def resolve(given: Arguments) -> Callable[..., None]:
     """Compile the elementwise kernel for such tensors; what runs both launches."""
-    import torch
-
     program, a, _, operands, outputs, config, _ = given
     types = [getattr(operands[o], "dtype", "number") for o in program.operands]
     call = prepare(

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.specs.layout import Layout, Part, Place, halved, interleaved, ordered, shown
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Declared:
@@ -94,8 +92,6 @@ class Declared:
 
     def pack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Copy declared tensors into the kernel's input in which they lie."""
-        import torch
-
         for place in self.packing.values():
             if {part.name for part in place.parts} == {*tensors}:
                 break
@@ -168,8 +164,6 @@ class _Leaving(NamedTuple):
 
     def of_call(self, value: torch.Tensor, element: torch.dtype, raw: bool) -> list[torch.Tensor]:
         """View a call's output."""
-        import torch
-
         if raw and self.vector:
             return [value]
         if self.dtype is not None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded as rounding
 from coda_agent.specs.format import Spec
@@ -26,8 +27,6 @@ from coda_agent.specs.reference import (
 from coda_agent.specs.tracing import tensors
 
 if TYPE_CHECKING:
-    import torch
-
     Values = Mapping[str, torch.Tensor | float]
     _Outputs = Mapping[str, torch.Tensor]
 
@@ -97,8 +96,6 @@ def answers(spec: Spec, *, backwards: bool = False) -> dict[str, str]:
         where = f"{spec.path}:{spec.reference_line + line - 1}"
         hint = "a reference computes with its arguments and torch, and with nothing else"
         raise SpecError(f"{where}: the reference {does}", hint=hint)
-    import torch
-
     sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     runs = [*itertools.product(spec.bindings(), spec.type_choices(), (False, True), (0, 1))]
     before, found = kept(spec), dict[str, str]()
@@ -121,8 +118,6 @@ def _misdeclared(
     spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
 ) -> str:
     """Say what the reference does beside what is declared."""
-    import torch
-
     inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
     versions = {k: v._version for k, v in inputs.items() if isinstance(v, torch.Tensor)}
     declared = {spec.dtype_of(name, types) for name in (*spec.inputs, *spec.outputs)}
@@ -154,7 +149,6 @@ def _rounding_is_meant(
     run rounds as well at a cast to a `narrow` type, moves, and a cast on; anything else that rounds
     is lost on it.
     """
-    import torch
     from torch.overrides import TorchFunctionMode
 
     # By address, with whether the exact run follows; the tensors are kept, so that none is used
@@ -203,8 +197,6 @@ def _degeneracy(
     spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
 ) -> str:
     """Say what a verdict on the spec would not show, if anything."""
-    import torch
-
     inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
     other = draw_inputs(spec, sizes, types, seed=1, binding=binding)
     rounded = run_reference(spec, inputs, binding=binding)
@@ -264,8 +256,6 @@ def _needless(
     Such an output moves alike, but for a factor, whichever rows of the operand are moved, as long
     as all move in one direction of K. One that needs the product does not.
     """
-    import torch
-
     draws, needless = torch.Generator().manual_seed(0), dict[str, str]()
     for operand, other in (spec.gemm[::-1], spec.gemm):
         held = torch.as_tensor(inputs[operand]).double()
@@ -296,8 +286,6 @@ def _swallowed(
         truth: The same, exact.
         left_out: By input, or product, exact outputs with other values of it, or without it.
     """
-    import torch
-
     everything = [run for runs in left_out.values() for run in runs]
     # What a mask fills says nothing of the rest, of which the judge bounds each element.
     moved = {o: torch.stack([run[o] != truth[o] for run in everything]).any(0) for o in truth}

@@ -11,10 +11,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from coda_agent.primitives.deferred import torch
 
 Entry = int | str
 Axes = tuple[tuple[Entry, ...], ...]
@@ -125,8 +124,6 @@ class Place:
 
         Of a number they have the dtype and the device `number`.
         """
-        import torch
-
         tensor = halved(tensor, self.axis) if self.halves else tensor
         found, start = dict[str, Any](), 0
         for part in self.parts:
@@ -151,8 +148,6 @@ class Place:
         self, tensors: Mapping[str, Any], sizes: Mapping[str, int], binding: Mapping[str, str]
     ) -> torch.Tensor:
         """Make the canonical tensor of declared ones: the inverse of `apart`."""
-        import torch
-
         pieces = []
         for part in self.parts:
             axes = part.axes[binding.get(part.parameter, "")]
@@ -180,16 +175,12 @@ def ordered(value: torch.Tensor, order: Sequence[int], *, back: bool = False) ->
 
 def interleaved(whole: torch.Tensor, axis: int) -> torch.Tensor:
     """Take the entries of two halves along `axis` in turn."""
-    import torch
-
     first, second = whole.movedim(axis, 0).chunk(2)
     return torch.stack([first, second], 1).flatten(0, 1).movedim(0, axis)
 
 
 def halved(whole: torch.Tensor, axis: int) -> torch.Tensor:
     """Undo `interleaved`."""
-    import torch
-
     moved = whole.movedim(axis, 0)
     return torch.cat([moved[0::2], moved[1::2]]).movedim(0, axis)
 
@@ -285,8 +276,6 @@ class Layout:
         number: torch.dtype | None = None,
     ) -> dict[str, Any]:
         """Make declared inputs of canonical ones; numbers' dtype is `number`, or own."""
-        import torch
-
         sizes, found = self._sizes_of(inputs), dict[str, Any]()
         element, device = inputs[self.gemm[0]].dtype, inputs[self.gemm[0]].device
         for place in self.inputs:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from coda_agent.primitives.deferred import torch
+
 _LOGGERS = (
     "torch._subclasses.fake_tensor",
     "torch.fx.experimental.symbolic_shapes",
@@ -44,8 +46,6 @@ def alone() -> Iterator[None]:
     raises then, in other threads too, unless something is being compiled. It also patches calls of
     modules, and two runs at once would each put back what the other one did.
     """
-    import torch
-
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     with dynamo.compile_lock if dynamo else _LOCK:
         before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True

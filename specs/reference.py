@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded
 from coda_agent.specs.format import Spec, evaluate
 
 if TYPE_CHECKING:
-    import torch
-
     Values = Mapping[str, torch.Tensor | float]
 
 Touch = Callable[[Callable[..., Any], tuple[Any, ...], Any], object]
@@ -51,8 +50,6 @@ def draw_inputs(
     Raises:
         SpecError: Sizes, types or binding that the spec does not allow.
     """
-    import torch
-
     generator = torch.Generator(device).manual_seed(seed)
     known = spec.layout.sizes(sizes) | dict(sizes) if spec.layout else sizes
     inputs: dict[str, torch.Tensor | float] = {}
@@ -223,8 +220,6 @@ def run_reference(
     Raises:
         SpecError: The reference raises, returns other than its outputs, or left float64.
     """
-    import torch
-
     function = reference_callable(spec, binding, baseline=baseline)
     wide = wide or torch.float64
     with _blaming(spec):
@@ -247,8 +242,6 @@ def run_reference(
 
 def _check_outputs(spec: Spec, outputs: Any, wide: torch.dtype | None) -> None:
     """Refuse other outputs than the declared, or floats not `wide`."""
-    import torch
-
     tensors = isinstance(outputs, dict) and {
         name for name, value in outputs.items() if isinstance(value, torch.Tensor)
     }
@@ -290,8 +283,6 @@ def cast_to(
     function: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> torch.dtype | None:
     """Find the type that a call casts its argument to."""
-    import torch
-
     tensor = torch.Tensor
     named = {tensor.float: torch.float32, tensor.half: torch.float16}
     named |= {tensor.bfloat16: torch.bfloat16, tensor.double: torch.float64}
@@ -310,7 +301,6 @@ def _widened(
     What was cast to a narrow type is rounded to it once it is cast on. Until then it is exact: the
     kernel that stores it rounds it, by itself.
     """
-    import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves
 
@@ -368,7 +358,6 @@ def _by_default(
     Torch has one for all threads: that of new tensors, and of what integers and numbers make
     together.
     """
-    import torch
     from torch.utils._pytree import tree_leaves
 
     result = func(*args, **kwargs)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.recording import quiet
 
 if TYPE_CHECKING:
     import sympy
-    import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,7 +67,6 @@ class Trace:
 
 def tensors(tree: object) -> list[torch.Tensor]:
     """List the tensors among a call's arguments or results."""
-    import torch
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -103,7 +102,6 @@ def traced(
     Raises:
         Exception: Whatever the function raises, or what needs values raises.
     """
-    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
@@ -208,8 +206,6 @@ class _Seen:
 
     def _take_values(self, args: Iterable[object]) -> None:
         """Let sizes that values are made of be numbers from now on."""
-        import torch
-
         for x in args:
             if isinstance(x, torch.SymInt | torch.SymFloat):
                 held = x.node.expr.free_symbols
@@ -220,8 +216,6 @@ class _Seen:
 
 def _check_call(func: torch._ops.OpOverload, name: str, args: Sequence[Any]) -> None:
     """Refuse a call of ATen that has no counterpart in a kernel."""
-    import torch
-
     # The leaky ReLU with a random slope draws only in training.
     still = name.startswith("rrelu") and not any(x is True for x in args)
     if torch.Tag.nondeterministic_seeded in func.tags and not still:

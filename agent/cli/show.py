@@ -15,6 +15,7 @@ from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tables import by_head
 from coda_agent.agent.workspace import Kernel, find, here, kernel_names
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, WorkspaceError
 
 
@@ -97,8 +98,6 @@ def dispatched(folder: Path) -> dict[str, list[str]]:
 
     They are of the N and K of the kernel's first benchmark, on this machine's GPU, else on an H200.
     """
-    import torch
-
     from coda_agent.runtime.dispatch import H200
     from coda_agent.runtime.loading import load_kernel
 

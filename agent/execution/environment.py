@@ -5,6 +5,7 @@ import platform
 from coda_agent.agent.judge.machine import Gpu, gpu_state
 from coda_agent.agent.judge.provenance import PACKAGES, version
 from coda_agent.agent.judge.records import JsonObject
+from coda_agent.primitives.deferred import torch
 
 
 def environment(device: str, gpu: Gpu | None = None) -> JsonObject:
@@ -16,8 +17,6 @@ def environment(device: str, gpu: Gpu | None = None) -> JsonObject:
         "packages": {p: version(p) for p in PACKAGES},
     }
     if device == "cuda":
-        import torch
-
         facts["gpu"] = gpu_state(gpu and gpu.uuid)
         facts["cuda"] = torch.version.cuda
     return facts

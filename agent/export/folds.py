@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.export.objects import linked
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.program import Program
 
@@ -37,8 +38,6 @@ def folds(
             f"{error.name} is missing, which compiles the folds of partials",
             hint="pip install triton",
         ) from None
-    import torch
-
     files = {"folds/launch.so": linked("__tvm_ffi_load; __tvm_ffi_launch", _LAUNCH)}
     about: dict[str, list[Any]] = {}
     for arch in archs:

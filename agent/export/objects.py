@@ -14,6 +14,7 @@ from typing import Any
 
 from coda_agent.agent.execution.local import here
 from coda_agent.agent.judge.job import CompileJob
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, CompileError, MachineError
 from coda_agent.primitives.kinds import Output, Resource
 from coda_agent.primitives.program import Program
@@ -236,8 +237,6 @@ def _variant(
     for types in spec.type_choices():
         if (dtype := spec.dtype_of(spec.gemm[0], types)) not in choices.tables:
             continue
-        import torch
-
         outputs = {o: spec.dtype_of(o, types) for o in program.outputs}
         outputs |= {o: "float32" for o in program.reductions}
         sizes = [getattr(torch, x).itemsize for x in outputs.values()]

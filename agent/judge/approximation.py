@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from coda_agent import primitives
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.replaying import COMPARISONS, Mistake, is_small
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import MEANINGS
 from coda_agent.specs import Spec
-
-if TYPE_CHECKING:
-    import torch
-
 
 _EVERYWHERE = 0.5  # of the elements
 _FEW = 4  # elements in a branch

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import product
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.records import Inputs
+from coda_agent.primitives.deferred import torch
 from coda_agent.specs import Spec, as_declared, draw_inputs, reference_callable
-
-if TYPE_CHECKING:
-    import torch
 
 
 def prepare(spec: Spec, elements: Sequence[str]) -> None:
@@ -27,8 +24,6 @@ def prepare(spec: Spec, elements: Sequence[str]) -> None:
 
 def compiled_reference(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
     """Give what a user would run, under torch.compile."""
-    import torch
-
     return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
 
 
@@ -58,8 +53,6 @@ def bare_gemm(
     It goes into one buffer where torch's binding takes one. FP8 operands give bfloat16, with unit
     scales and fast accumulation.
     """
-    import torch
-
     if a.element_size() > 1:
         product = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
         return lambda x, y: torch.mm(x, y.t(), out=product)

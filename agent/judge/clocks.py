@@ -7,10 +7,9 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+from coda_agent.primitives.deferred import torch
 
 # Several times the 60 MB of an H200's L2.
 _FLUSH_BYTES = 256 << 20
@@ -34,8 +33,6 @@ class DeviceClock:
     """The current CUDA device, as far as timing needs it."""
 
     def __init__(self) -> None:
-        import torch
-
         self._cuda = torch.cuda
         self._scratch = torch.empty(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         shape = (3, _PRODUCT, _PRODUCT)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from coda_agent.primitives.deferred import torch
 
 TILE = 64
 # Blocks of elements that share the largest disturbance seen among them: (rows, columns) of a tile
@@ -82,8 +80,6 @@ def distances(
     rounding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Give the numbers of `measure`, (3,) float64, without waiting for the device."""
-    import torch
-
     out = out.double()
     difference = out - truth
     # Equal infinities and NaN against NaN agree; any other non-finite element is an error without
@@ -124,15 +120,11 @@ def unit_of(dtype: torch.dtype) -> float:
     float32 counts as 2⁻¹⁵: sums of tensor cores are cut off, not rounded, and that adds up over a
     row.
     """
-    import torch
-
     return 2.0**-15 if dtype is torch.float32 else torch.finfo(dtype).eps / 2
 
 
 def least_of(dtype: torch.dtype) -> float:
     """Give what is 0 in `dtype`, or flushed to 0 before it is stored."""
-    import torch
-
     info = torch.finfo(dtype)
     return max(info.smallest_normal * info.eps / 2, FLUSHED)
 
@@ -178,8 +170,6 @@ def allowance(
 
 def largest_change(truth: torch.Tensor, disturbed: Sequence[torch.Tensor]) -> torch.Tensor:
     """Find how far disturbed runs move each element, 0 where not finite."""
-    import torch
-
     noise = torch.zeros_like(truth)
     for run in disturbed:
         noise = torch.maximum(noise, (run - truth).abs().nan_to_num(0.0, 0.0, 0.0))
@@ -188,8 +178,6 @@ def largest_change(truth: torch.Tensor, disturbed: Sequence[torch.Tensor]) -> to
 
 def _spread(noise: torch.Tensor) -> torch.Tensor:
     """Spread the largest of each block of neighbours to all."""
-    import torch
-
     block = _NEIGHBOURS if noise.ndim == 2 else (1, _RUN)
     flat = noise if noise.ndim == 2 else noise[None]
     (m, n), (p, q) = flat.shape, block
@@ -220,7 +208,6 @@ def bound(torch_error: Errors, dtype: str, multiple: float, addend: float = 0.0)
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits."""
-    import torch
 
     def bits(value: torch.Tensor) -> torch.Tensor:
         value = value.contiguous()

@@ -23,11 +23,10 @@ from coda_agent.agent.judge.replaying import Mistake, is_small, lost_digits
 from coda_agent.agent.judge.suspects import Suspect, counterfactual, structural
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.agent.judge.wrong_output import Origin, WrongOutput, is_paired
+from coda_agent.primitives.deferred import torch
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.agent.judge.oracle import Case
     from coda_agent.agent.judge.wrong_output import Reference
     from coda_agent.primitives.program import Program

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.specs import Spec
-
-if TYPE_CHECKING:
-    import torch
 
 _RELATIVE = 1e-9
 # An element below this is 0 in every type.
@@ -31,8 +28,6 @@ _CUT = 2.0**-33
 
 def tops(spec: Spec, o: str) -> tuple[float, float]:
     """Give where a store saturates, and the largest number of its type."""
-    import torch
-
     dtype = getattr(torch, spec.dtype_of(o, spec.default_types()))
     most = torch.finfo(dtype).max
     return most if dtype.itemsize == 1 else math.inf, most
@@ -59,8 +54,6 @@ class Roundings:
     """
 
     def __init__(self, variant: Variant, inputs: Inputs, o: str, out: torch.Tensor) -> None:
-        import torch
-
         program = variant.program
         self._about, self._out = (variant.spec, program, inputs, o), out
         self._constants, self._operations = torch.zeros_like(out), torch.zeros_like(out)
@@ -103,8 +96,6 @@ class Roundings:
 
 def _short(node: Node) -> float:
     """Give the number next to a constant, of those that bfloat16 has."""
-    import torch
-
     return float(torch.tensor(node.value).bfloat16())
 
 

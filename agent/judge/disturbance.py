@@ -10,18 +10,15 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.compare import FLUSHED, SAFETY
 from coda_agent.agent.judge.records import Inputs
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.rounding import rounded
 from coda_agent.specs import Spec, run_reference
 from coda_agent.specs.reference import storage
-
-if TYPE_CHECKING:
-    import torch
-
 
 # What one operation may err, as a share of its result. `compare.allowance` takes `SAFETY` times it.
 _OPERATION = 2.0**-24  # in float32
@@ -72,8 +69,6 @@ def approximations_shaken(function: object, args: Sequence[Any], result: Any) ->
 @lru_cache(maxsize=32)
 def _pool(seed: int, device: torch.device) -> torch.Tensor:
     """Draw numbers from -1.5 to 1.5 that are never near 0."""
-    import torch
-
     pool = torch.empty(_POOL, dtype=torch.float64, device=device)
     pool.uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(seed))
     return pool + pool.sign() / 2
@@ -141,8 +136,6 @@ class _Noise:
 
     def touch(self, function: object, args: Sequence[Any], result: Any) -> Any:
         """Move a result of a function, as `run_reference` asks it."""
-        import torch
-
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
         if function is rounded:
@@ -188,8 +181,6 @@ class _Noise:
 
 def _on_grid(x: torch.Tensor, step: int) -> torch.Tensor:
     """Round to multiples of `step` units in float32's last place."""
-    import torch
-
     kept = x.detach()
     bits = kept.where(~(kept.abs() < FLUSHED), 0.0).float().view(torch.int32)
     near = ((bits + step // 2) & -step).view(torch.float32).to(x.dtype)

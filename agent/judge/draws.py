@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.structures import base_shape
+from coda_agent.primitives.deferred import torch
 from coda_agent.specs import Spec, draw_inputs
 
 if TYPE_CHECKING:
-    import torch
-
     Inputs = dict[str, Any]
 
 # Binary exponents of the numbers of a type.
@@ -49,8 +48,6 @@ def draw_doubles(
 
 def _given(spec: Spec, inputs: Inputs) -> Inputs:
     """Hold inputs to what their types have, and turn tensors without dims into numbers."""
-    import torch
-
     given, types = dict[str, Any](), spec.default_types()
     for x, v in inputs.items():
         if isinstance(v, torch.Tensor) and v.is_floating_point():
@@ -61,8 +58,6 @@ def _given(spec: Spec, inputs: Inputs) -> Inputs:
 
 
 def _drawn(spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int) -> Inputs:
-    import torch
-
     inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed, binding=binding)
     floating = (x for x in inputs if spec.inputs[x].draw.kind != "integers")
     return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
@@ -70,8 +65,6 @@ def _drawn(spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], see
 
 def around(inputs: Mapping[str, Any], generator: torch.Generator, share: float) -> Inputs:
     """Draw inputs around others, a share of each element away."""
-    import torch
-
     return {
         x: v * (1 + share * torch.randn(v.shape, generator=generator, dtype=v.dtype))
         if isinstance(v, torch.Tensor) and v.is_floating_point()
@@ -82,8 +75,6 @@ def around(inputs: Mapping[str, Any], generator: torch.Generator, share: float) 
 
 def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
     """Draw sets of float64 inputs with words; the spec's own first."""
-    import torch
-
     rng = random.Random(f"{seed} {spec.variant(binding)}")
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
 
@@ -134,8 +125,6 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
 
 def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Tensor:
     """Give each row, or each element, a scale of its own."""
-    import torch
-
     shape = (len(v), 1) if rows else v.shape
     scales = torch.empty(shape, dtype=v.dtype).uniform_(*_SCALES, generator=generator)
     return (v * scales.exp2()).float().double()
@@ -148,8 +137,6 @@ def _scalable(spec: Spec, x: str) -> bool:
 
 def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
     """List what an input may be: words, and functions of its draw."""
-    import torch
-
     domain = spec.inputs[x].domain
     low, high = _EXPONENTS.get(spec.dtype_of(x, spec.default_types()), _WIDEST)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from coda_agent.agent.judge.edits import Changes, Edit, Values
 from coda_agent.agent.judge.replaying import MISFITS, Replay
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Node
 from coda_agent.primitives.ptx import operation
 
@@ -51,8 +52,6 @@ def bounds(replay: Replay) -> Iterator[Edit]:
 
 def fitted(replay: Replay, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
     """Fit a factor, a term or a bound that is a number."""
-    import torch
-
     graph = replay.read
     for place, i in sites:
         what, use = graph.text(i), graph.use(place)

@@ -16,14 +16,11 @@ small integers and their halves, the ends of the range, infinities, NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.records import Finding
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
-
-if TYPE_CHECKING:
-    import torch
 
 _BOUND = 2.0**-9
 _POINTS = 8192
@@ -44,8 +41,6 @@ def check_instructions(programs: Mapping[str, Program]) -> list[Finding]:
 
 
 def _check(program: str, name: str, numbers: tuple[float | None, ...]) -> Finding | None:
-    import torch
-
     op = operation(name)
     args = [
         x if number is None else torch.full_like(x, number)
@@ -72,8 +67,6 @@ def _check(program: str, name: str, numbers: tuple[float | None, ...]) -> Findin
 
 def _arguments(arity: int) -> list[torch.Tensor]:
     """Give `arity` float32 vectors: all pairs of edges, then drawn numbers."""
-    import torch
-
     # The same for every candidate, so that a verdict does not hang on luck.
     info, g = torch.finfo(torch.float32), torch.Generator().manual_seed(0)
     plain = [*(i / 2 for i in range(9)), 10.0, 20.0, 100.0, 1000.0, 2.0**24]
@@ -95,8 +88,6 @@ def _normal(x: torch.Tensor) -> torch.Tensor:
 
 
 def _near(result: torch.Tensor, meant: torch.Tensor) -> torch.Tensor:
-    import torch
-
     top, size = torch.finfo(torch.float32).max, meant.abs()
     close = (result - meant).abs() <= _BOUND * size + 2.0**-126
     beyond = ~meant.isfinite() | (size > top * (1 + _BOUND))

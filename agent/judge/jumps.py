@@ -30,13 +30,12 @@ from coda_agent.agent.judge.ties import (
     rounded_number,
 )
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, run_reference
 
 if TYPE_CHECKING:
-    import torch
-
     Outputs = Mapping[str, torch.Tensor]
     Held = Callable[[int, Any], Any]
 
@@ -63,8 +62,6 @@ class Jump:
 
     def sure(self, exact: Sequence[Any], known: set[float]) -> torch.Tensor:
         """Find where arguments are exact; `known` are numbers that count too."""
-        import torch
-
         result = self.result[1] if self.name == "frexp" else self.result
         sure = torch.ones_like(result, dtype=torch.bool)
         for one, other in zip(self.args, exact, strict=True):
@@ -76,8 +73,6 @@ class Jump:
 
     def other_sides(self) -> list[Any]:
         """List what it may have given instead."""
-        import torch
-
         if self.name == "frexp":
             mantissa, exponent = self.result
             return [(mantissa * 2.0**-step, exponent + step) for step in (1, -1)]
@@ -95,8 +90,6 @@ def jump_fault(variant: Variant, inputs: Mapping[str, Any], alone: bool) -> Find
         alone: Whether float32 alone decides. Else the program is on the other side without
             rounding, too, with its constants as float32 has them.
     """
-    import torch
-
     spec, program = variant.spec, variant.program
     known = {rounded_number(c) for c in constants(program.graph)}
     found = sides(spec, variant.binding, inputs, known)
@@ -132,8 +125,6 @@ def sides(
 
     Sure is where the reference in float32 is sure of that jump and of all others.
     """
-    import torch
-
     jumps = list[Jump]()
 
     def noted(function: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -180,8 +171,6 @@ def sides(
 
 def _unsure(known: Any, sure: torch.Tensor) -> Any:
     """Turn what is not sure, so that what hangs on it shows."""
-    import torch
-
     if isinstance(known, tuple):
         return type(known)([known[0].where(sure, math.nan), known[1].where(sure, _FAR)])
     return known ^ ~sure if known.dtype == torch.bool else known.where(sure, math.nan)
@@ -212,8 +201,6 @@ def _in_float32(program: Program) -> Program:
 
 def _jumps(function: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call is a jump of real numbers."""
-    import torch
-
     if any(isinstance(x, torch.Tensor) and x.is_complex() for x in args):
         return False
     name = called(function)

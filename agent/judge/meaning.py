@@ -38,14 +38,13 @@ from coda_agent.agent.judge.single import cancelling_draws, digits_fault
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.ties import compared_draws, differing, tie_draws
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.rounding import ROUNDINGS
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    import torch
-
     Inputs = dict[str, Any]
     Outputs = dict[str, torch.Tensor]
 
@@ -236,8 +235,6 @@ class _Sample:
 
         One draw is asked for the mistake; what is as near in the others is the same.
         """
-        import torch
-
         key, (share, least) = self._place(o), _tolerance(self.variant.spec, o)
         allowed = share * expected.abs() + least
         if differs(out, expected, allowed).any():  # beside a sum that cancels, no share is small
@@ -287,8 +284,6 @@ class _Sample:
 
     def _noise(self, o: str, truth: torch.Tensor, probes: int, share: float) -> torch.Tensor:
         """Find how far errors of float64's size, of inputs too, move elements."""
-        import torch
-
         generator = torch.Generator().manual_seed(self.seed)
         runs = []
         for i in range(probes):
@@ -322,8 +317,6 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
 
 def _tolerance(spec: Spec, o: str) -> tuple[float, float]:
     """Give what an approximation may be off by: a share of an element, and what is stored as 0."""
-    import torch
-
     kinds = [getattr(torch, spec.dtype_of(o, types)) for types in spec.type_choices()]
     if not all(kind.is_floating_point for kind in kinds):
         return 0.0, 0.0

@@ -35,13 +35,12 @@ from coda_agent.agent.judge.records import (
 )
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.agent.judge.runners import Runner
 
 
@@ -179,8 +178,6 @@ class TileCheck:
         return WorstError(**found)
 
     def _case(self, case: Case) -> Finding | None:
-        import torch
-
         spec, types = self.variant.spec, dict.fromkeys(self.variant.spec.types, self.element)
         dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
         key, inputs = self._placed(case)
@@ -253,8 +250,6 @@ class TileCheck:
         itself makes NaN of an infinity, and what the vocabulary documents: a maximum or a minimum
         passes NaN over.
         """
-        import torch
-
         if case.structure is None or not case.structure.planted:
             return out
         truth, kind = case.truth[o], self.variant.program.outputs[o]
@@ -323,8 +318,6 @@ def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:
     It is contiguous, or with a layout has a row stride beyond its extent and begins 16 bytes into
     its storage. With `turned` it is so too, and its rows are columns in memory.
     """
-    import torch
-
     if not (layout or turned):
         return torch.empty_like(value, memory_format=torch.contiguous_format)
     step = max(4, 16 // value.element_size())  # quack loads indices by 32 bytes

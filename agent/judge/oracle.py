@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.compare import (
     BASELINE_LIMIT,
@@ -29,13 +29,10 @@ from coda_agent.agent.judge.compare import (
 from coda_agent.agent.judge.disturbance import Way, approximations_shaken, disturbed
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.structures import Structure, structures
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded
 from coda_agent.specs import Spec, draw_inputs, run_reference
-
-if TYPE_CHECKING:
-    import torch
-
 
 # What folding partials may err, as a share of a result that has no other rounding.
 _FOLD = 2.0**-20
@@ -141,8 +138,6 @@ class Source:
         Raises:
             SpecError: the baseline computes something else.
         """
-        import torch
-
         spec, binding = self.spec, self.binding
         types, inputs = dict.fromkeys(spec.types, self.element), self._drawn(structure, factor)
         truth, plain, rounds = _ways(spec, inputs, binding, self.device)
@@ -181,8 +176,6 @@ class Source:
         )
 
     def _drawn(self, structure: Structure | None, factor: float) -> Inputs:
-        import torch
-
         spec, device = self.spec, self.device
         types = dict.fromkeys(spec.types, self.element)
         inputs = draw_inputs(
@@ -266,8 +259,6 @@ class _Draw:
 
     def settle(self, o: str, allowed: dict[str, torch.Tensor]) -> bool:
         """Settle what an output may err; say whether its bits are known."""
-        import torch
-
         truth, dtype = self.truth[o], self.dtypes[o]
         if truth.ndim == 1:
             # A mean's partials are divided by the block, which need not be a power of two. Those of
@@ -344,8 +335,6 @@ def _in_range(
     truth: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, structure: Structure
 ) -> bool:
     """Whether an output is finite as PyTorch's is, not near overflow."""
-    import torch
-
     finite = truth.isfinite()
     limit = torch.finfo(dtype).max * (1.0 if dtype.itemsize == 1 else 1.0 - 2.0**-6)
     if not structure.planted and not finite.all():
@@ -358,16 +347,12 @@ def _in_range(
 
 def _settled(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Put the truth where neither is finite: order decides which comes out."""
-    import torch
-
     out = out.double()
     return torch.where(out.isfinite() | truth.isfinite(), out, truth)
 
 
 def _stored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Store a float32 value as the kernel does; e4m3 saturates."""
-    import torch
-
     top = torch.finfo(dtype).max
     return (value.clamp(-top, top) if dtype.itemsize == 1 else value).float().to(dtype).double()
 
@@ -383,8 +368,6 @@ def _representable(
     Their truth is a float32 everywhere, PyTorch in float32 finds exactly it, and no function that a
     GPU approximates enters.
     """
-    import torch
-
     single = run_reference(spec, inputs, binding=binding, exact=True, wide=torch.float32)
     shaken = run_reference(spec, inputs, binding=binding, exact=True, touch=approximations_shaken)
     return [

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.baselines import (
     bare_gemm,
@@ -45,14 +44,11 @@ from coda_agent.agent.judge.records import (
 from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.agent.judge.timing import Contender, interleave, steady
 from coda_agent.agent.judge.tuner import LAST, Problem, searched
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, launches, roofline
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec
-
-if TYPE_CHECKING:
-    import torch
-
 
 FINAL_ROUNDS = 50
 # Slack on the best rates measured here. A time below what they allow is a fault of the measurement.
@@ -225,8 +221,6 @@ def inspected(
     spec: Spec, program: Program, sizes: Mapping[str, int], element: str, *, block: int = 128
 ) -> Inspection:
     """Inspect a program at one size, in the spec's types."""
-    import torch
-
     types = dict.fromkeys(spec.types, element)
     tensors = (spec.gemm[0], *program.outputs)
     widths = {t: getattr(torch, spec.dtype_of(t, types)).itemsize for t in tensors}
@@ -245,8 +239,6 @@ def measured_ceiling(dtype: str) -> Ceiling:
     Raises:
         MachineError: the clocks disagree.
     """
-    import torch
-
     n, copied = 8192, 1 << 30
     kind = getattr(torch, dtype)
     kind = torch.bfloat16 if kind.itemsize > 2 else kind
@@ -270,8 +262,6 @@ def _timed(
     Warm has all configurations and the baselines. Steady has the fastest configuration, as `ours`,
     and the baselines; it is empty unless `stream` is set.
     """
-    import torch
-
     runs = {c.label: problem.run(c) for c in configs}
     expected: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     for label, run in runs.items():

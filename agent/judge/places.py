@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.structures import base_shape
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
@@ -63,8 +64,6 @@ def needless_draw(spec: Spec, program: Program, binding: Mapping[str, str]) -> b
 
 def witnesses(graph: Graph) -> list[tuple[int, int]]:
     """Find a place for each kind of values that a graph makes of places alone."""
-    import torch
-
     kinds = _kinds(graph)
     numbers = constants(graph)
     far = {x for c in (*numbers, _FARTHEST) for x in range(c - 2, c + 3) if 0 <= x <= _FARTHEST}
@@ -97,8 +96,6 @@ def _kinds(graph: Graph) -> list[set[str] | None]:
 
 def _values(graph: Graph, kinds: list[set[str] | None], rows: Any, columns: Any) -> dict[int, Any]:
     """Evaluate what goes by places alone; rows are down, and columns along."""
-    import torch
-
     values: dict[int, Any] = {}
     for i, node in enumerate(graph.nodes):
         if node.op in _OPS:
@@ -125,8 +122,6 @@ def _met(
 
 def _firsts(values: list[Any], most: int) -> list[int]:
     """Find where each tuple of values stands first: so many, from both ends."""
-    import torch
-
     if not values:
         return [0]
     _, kind = torch.stack(values, -1).nan_to_num(-1.5).unique(dim=0, return_inverse=True)

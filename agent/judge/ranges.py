@@ -17,11 +17,10 @@ from coda_agent.agent.judge.records import Finding, Inputs
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    import torch
-
     Outputs = Mapping[str, torch.Tensor]
 
 
@@ -33,8 +32,6 @@ _RIGHT, _SINGLE, _WRONG = 2.0**-20, 2.0**-4, 2.0**-6
 
 def hold(value: Any, least: float, most: float) -> Any:
     """Hold elements in a range: 0 below `least`, infinite from `most`."""
-    import torch
-
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     size = value.abs()
@@ -91,8 +88,6 @@ def _stays(variant: Variant, inputs: Inputs) -> dict[str, torch.Tensor]:
 
     PyTorch's own functions overflow inside, too: near that edge another form may do so earlier.
     """
-    import torch
-
     stays: dict[str, torch.Tensor] = {}
     for factor in (1.0, 4.0, 0.25):
         near = {x: v * factor if _scales(variant.spec, x) else v for x, v in inputs.items()}
@@ -115,8 +110,6 @@ def _near(value: torch.Tensor, due: torch.Tensor, share: float) -> torch.Tensor:
 
 def _culprit(variant: Variant, inputs: Inputs) -> str:
     """Name the first value that leaves the range by itself."""
-    import torch
-
     seen, graph = list[tuple[Any, Any]](), variant.program.graph
 
     def touch(value: Any) -> Any:

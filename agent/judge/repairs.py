@@ -10,16 +10,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent.judge import edits, fits
 from coda_agent.agent.judge.edits import Edit
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.replaying import MISFITS, Mistake, Replay, found_lost
 from coda_agent.agent.judge.variant import Variant
-
-if TYPE_CHECKING:
-    import torch
+from coda_agent.primitives.deferred import torch
 
 FAULTS = {
     "wrong_sign": "a term, a factor or a rotation of the other sign",

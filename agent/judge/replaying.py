@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.operation import GROUPS, PLACED
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowVector
-
-if TYPE_CHECKING:
-    import torch
-
 
 _ROWS = 12  # that a search looks at
 _FIXED, _BROKEN = 0.9995, 1e-4  # shares: of what was wrong at least, of what was right at most
@@ -58,8 +55,6 @@ class Replay:
         self, variant: Variant, o: str, inputs: Inputs, truth: torch.Tensor,
         out: torch.Tensor | None = None, single: bool = False,
     ) -> None:  # fmt: skip
-        import torch
-
         spec, program = variant.spec, variant.program
         self.graph, self.o = program.graph, o
         self.kind, self.root = program.outputs[o], program.graph.outputs[o]
@@ -126,8 +121,6 @@ class Replay:
         return value.float().double() if self.single else value
 
     def _stored(self, value: Any, kind: Any = None) -> torch.Tensor:
-        import torch
-
         value = torch.as_tensor(value, dtype=torch.float64)
         value = value.expand(*self.acc.shape) if not value.ndim else value
         value = value.expand(len(self.acc), *value.shape[1:])
@@ -139,8 +132,6 @@ class Replay:
 
     def right(self, changes: Mapping[Any, Any]) -> bool:
         """Whether changes make the output right, or nearly in single precision."""
-        import torch
-
         try:
             out = self.run(changes)
         except MISFITS:
@@ -177,8 +168,6 @@ def lost_digits(
 
 def found_lost(replay: Replay, unit: float) -> Mistake | None:
     """Find an overflow, or a rounding that later operations blow up."""
-    import torch
-
     wrong, nodes = replay.wrong, replay.graph.nodes
     if not bool(wrong.any()):
         return None
@@ -216,8 +205,6 @@ def found_lost(replay: Replay, unit: float) -> Mistake | None:
 
 def _apart(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Measure each element's distance as a share of a finite truth."""
-    import torch
-
     share = (out - truth).abs() / truth.abs().clamp_min(1e-290)
     share = torch.where(out == truth, 0.0, share.nan_to_num(torch.inf))
     return torch.where(truth.isfinite(), share, 0.0)
@@ -233,8 +220,6 @@ def _exact(value: Any) -> Any:
 
 
 def _tensors(values: Iterable[Any]) -> list[Any]:
-    import torch
-
     return [torch.as_tensor(v, dtype=torch.float64) if isinstance(v, float) else v for v in values]
 
 

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.records import Inputs
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    import torch
-
     Dtypes = Mapping[str, torch.dtype]
     Runner = Callable[[Spec, Program, Inputs, TileConfig, Dtypes], dict[str, torch.Tensor]]
 
@@ -41,8 +40,6 @@ def run_kernel(
     Raises:
         LaunchError: it wrote outside an output.
     """
-    import torch
-
     from coda_agent.runtime.launch import Arguments, allocate, launch
     from coda_agent.runtime.plan import finalised
 
@@ -93,16 +90,12 @@ def replayed(
     spec: Spec, program: Program, inputs: Inputs, touch: Callable[[Any], Any] = lambda value: value
 ) -> dict[str, torch.Tensor]:
     """Return a program's outputs in float64; `touch` as of `primitives.interpret.interpret`."""
-    import torch
-
     return interpreted(spec, program, inputs, dtypes={}, compute=torch.float64, touch=touch)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch work in one thread."""
-    import torch
-
     # For small tensors more wait for one another, and where other processes compile they took 24 s
     # of processor time for 2.6 s of work.
     threads = torch.get_num_threads()

@@ -24,11 +24,10 @@ from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.ties import SUMS, called, floating
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.specs.reference import storage
 
 if TYPE_CHECKING:
-    import torch
-
     Outputs = Mapping[str, torch.Tensor]
 
 _UNIT = 2.0**-24
@@ -47,7 +46,6 @@ _SUMMED = "gelu", "gelu_backward"
 
 def cancelling_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Draw inputs; one nearly cancels what the reference adds it to, or the largest of its row."""
-    import torch
     from torch.func import debug_unwrap
 
     spec, seen = variant.spec, dict[str, torch.Tensor]()
@@ -89,8 +87,6 @@ def digits_fault(
         results: The program's in float64, which are right.
         seed: What the disturbances follow from.
     """
-    import torch
-
     spec = variant.spec
     if any(float(abs(torch.as_tensor(v)).max()) > _INPUT for v in inputs.values()):
         return None
@@ -124,8 +120,6 @@ def _noise(
     variant: Variant, o: str, inputs: Inputs, truth: torch.Tensor, seed: int, runs: int
 ) -> torch.Tensor:
     """Find what the reference errs in float32 at these inputs, and around them."""
-    import torch
-
     spec, binding = variant.spec, variant.binding
     generator = torch.Generator().manual_seed(seed)
     # What a GPU's approximations err of their range is left out: here the program's are exact, too.

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.tiles import STREAMING
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    import torch
-
     Inputs = dict[str, Any]
     Change = Callable[[Inputs, Spec, torch.Generator, float], Inputs]
 
@@ -158,8 +157,6 @@ def _integers(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: fl
     The largest power of two below an input's root mean square is `factor` steps of its grid for A
     and B, and 2 steps for the rest.
     """
-    import torch
-
     changed: Inputs = {}
     for name, value in inputs.items():
         wide = torch.as_tensor(value).double()
@@ -172,8 +169,6 @@ def _integers(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: fl
 
 
 def _pick(extent: int, generator: torch.Generator, count: int = 1) -> torch.Tensor:
-    import torch
-
     return torch.randperm(extent, generator=generator, device=generator.device)[:count]
 
 
@@ -218,8 +213,6 @@ def _permutation(inputs: Inputs, spec: Spec, generator: torch.Generator, factor:
 
 def _selecting(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Make rows with a single 1, columns in equal shares."""
-    import torch
-
     rows, k = x.shape
     columns = torch.cat([_pick(k, generator, k) for _ in range(-(-rows // k))])[:rows]
     return _with(torch.zeros_like(x), torch.arange(rows, device=x.device), columns, 1.0)

@@ -24,6 +24,7 @@ from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.judge.records import Progress, Survey, SurveyedShape, Tiles
 from coda_agent.agent.judge.timing import steady
 from coda_agent.agent.judge.tuner import Launched, Problem
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig, offered
 from coda_agent.specs import Spec, draw_inputs
@@ -43,8 +44,6 @@ def survey(
     Raises:
         MachineError: the GPU is in use.
     """
-    import torch
-
     require_idle()
     binding = spec.bindings()[0]
     name = spec.variant(binding)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.wrong_output import WrongOutput
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
-    import torch
-
     Rows = torch.Tensor | slice
 
 _ROWS = 128  # rows the reference is run on: the worst ones
@@ -51,8 +50,6 @@ def structural(about: WrongOutput) -> Iterator[Suspect]:
 
 def _neighbours(about: WrongOutput) -> Suspect:
     """Suspect that each tile holds a neighbour's content, or its own."""
-    import torch
-
     (rows, columns), (height, width) = about.truth.shape, about.tile
     best, least = about.truth, None
     steps = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
@@ -100,8 +97,6 @@ def _predict(about: WrongOutput, changed: Inputs, rows: Rows) -> torch.Tensor | 
 
 def _changes(about: WrongOutput, rows: Rows) -> Iterator[tuple[str, str, Inputs]]:
     """List faults, in words, and the inputs that they come to."""
-    import torch
-
     a_name, b_name = about.gemm
     a, b = about.inputs[a_name].double(), about.inputs[b_name].double()
     (m, k), n = a.shape, b.shape[0]

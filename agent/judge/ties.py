@@ -13,19 +13,16 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.draws import draw_doubles
 from coda_agent.agent.judge.replaying import COMPARISONS
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.variant import Variant
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.specs import Spec, draw_inputs
-
-if TYPE_CHECKING:
-    import torch
-
 
 _DRAWS = 3
 _NEAR = 1e-9
@@ -53,8 +50,6 @@ class Draw(NamedTuple):
 
 def tie_draws(variant: Variant, seed: int) -> Iterator[Draw]:
     """Draw halves, thresholds and powers of two, with their neighbours."""
-    import torch
-
     spec, binding, graph = variant.spec, variant.binding, variant.program.graph
     numbers = constants(graph)
     halves, factors = _values(numbers), (0.5, 1.0, 2.0)
@@ -98,8 +93,6 @@ def _drawn(
     seed: int, i: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Draw inputs; rows of A pick single elements of B."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed + i)
     a, b = spec.gemm
     inputs = draw_inputs(
@@ -132,8 +125,6 @@ def _powers(
     Rows of A are powers of two times one-hot, and B such that the largest of a group of columns is
     that power, or a number beside it.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randperm(2 * most + 1, generator=generator).double() - most
     exponents = exponents.repeat(-(-len(picks) // len(exponents)))[: len(picks)]
@@ -150,8 +141,6 @@ def _powers(
 
 def _sides(values: torch.Tensor) -> torch.Tensor:
     """List numbers as float32 holds them, and the ones on either side."""
-    import torch
-
     held = values.float()
     up, down = (held.nextafter(torch.tensor(way)) for way in (math.inf, -math.inf))
     near = torch.cat([held, up, down]).unique()
@@ -163,8 +152,6 @@ def differing(
     variant: Variant, inputs: Mapping[str, Any], o: str, out: torch.Tensor, truth: torch.Tensor
 ) -> torch.Tensor:
     """Find elements that are exact in both and not equal."""
-    import torch
-
     wide = variant.reference(inputs, wide=torch.float32)[o]
     dtypes = dict.fromkeys(variant.program.outputs, torch.float32)
     single = interpreted(variant.spec, variant.program, dict(inputs), dtypes=dtypes)[o]
@@ -202,8 +189,6 @@ def bare(function: Any, args: tuple[Any, ...], result: Any, sign: float = 1.0) -
 
 def floating(value: Any) -> bool:
     """Whether a value is a tensor of real numbers."""
-    import torch
-
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
@@ -227,15 +212,11 @@ def constants(graph: Graph) -> set[float]:
 
 def rounded_number(value: float) -> float:
     """Round a number to float32."""
-    import torch
-
     return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _values(numbers: set[float]) -> torch.Tensor:
     """List halves around 0, the ends of 8 bits, and numbers."""
-    import torch
-
     centres = {0.0, 127.0, 128.0} | {c for c in numbers if c < 2**15}
     halves = {sign * c + i / 2 for c in centres for sign in (1, -1) for i in range(-9, 10)}
     return torch.tensor(sorted(halves), dtype=torch.float64)

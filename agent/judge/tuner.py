@@ -20,6 +20,7 @@ from coda_agent.agent.judge.records import Inputs, Progress, Tiles, Tuned
 from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import Call, interleave
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
@@ -30,8 +31,6 @@ from coda_agent.runtime.tuning import TunedShape
 from coda_agent.specs import Spec, draw_inputs
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.agent.judge.runners import Dtypes
 
 
@@ -122,8 +121,6 @@ class Problem:
         sizes: Mapping[str, int],
         element: str,
     ) -> None:
-        import torch
-
         self.spec, self.program, self.binding = spec, program, binding
         self.sizes, self.element = dict(sizes), element
         types = dict.fromkeys(spec.types, element)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from coda_agent.agent.judge.records import Inputs
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, run_reference
 
 if TYPE_CHECKING:
-    import torch
-
     from coda_agent.specs.reference import Touch
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs, JsonObject
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
-    import torch
-
     Reference = Callable[[Inputs], torch.Tensor]
 
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float8_e4m3fn": 2.0**-3}
@@ -65,8 +64,6 @@ class WrongOutput:
         self, out: torch.Tensor, truth: torch.Tensor, origin: Origin,
         tile: tuple[int, int] = (128, 128), allowed: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        import torch
-
         self.flat = out.ndim == 1
         self.single = out.dtype in (torch.float32, torch.float64)
         self.exact = out.dtype is torch.float64
@@ -93,16 +90,12 @@ class WrongOutput:
 
     def by_tile(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over each tile, in float64."""
-        import torch
-
         (rows, columns), (height, width) = x.shape, self.tile
         padded = torch.nn.functional.pad(x.double(), (0, -columns % width, 0, -rows % height))
         return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).sum((1, 3))
 
     def where(self, fault: str, mask: torch.Tensor) -> JsonObject:
         """Describe the worst element of a mask, as `Diagnosis.where` has it."""
-        import torch
-
         off = (self.out - self.truth).abs() / self.allowed
         size = off.nan_to_num(nan=torch.inf, posinf=torch.inf)
         row, column = divmod(int(torch.where(mask, size, -1.0).argmax()), self.truth.shape[1])

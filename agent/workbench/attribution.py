@@ -16,6 +16,7 @@ from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.records import JsonObject, Timed
 from coda_agent.agent.judge.samples import Samples, different, speedup
 from coda_agent.agent.workbench.feedback import resources
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, CompileError, MachineError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.groups import spans
@@ -178,8 +179,6 @@ def _samples(times: Sequence[float], fault: str, rounds: Sequence[int]) -> Sampl
 
 def _times(work: JsonObject) -> JsonObject:
     """Body of the process on the GPU: each program's samples."""
-    import torch
-
     from coda_agent.agent.judge.machine import require_idle
     from coda_agent.agent.judge.timing import Contender, interleave
     from coda_agent.agent.judge.tuner import Launched

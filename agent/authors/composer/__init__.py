@@ -3,7 +3,7 @@
 - `capture`: the reference as an ATen graph. `subgraph`: any ATen graph, such as Inductor's, by the
   roles of its dims (`retrace`, `axes`, `resize`, `ports`). Both state a `Problem`.
 - `rewrite`: its canonical expressions (`across`, `layout`, `expression`, `canonical`).
-- `assemble`: the expressions as a program; `emit`: as source.
+- `emit`: the expressions as source, from which the program is read.
 - Then it checks itself: the program runs in float64 beside the reference or the graph (`check`).
 - `draft`: what it has of a reference that it refuses, for whoever goes on.
 """

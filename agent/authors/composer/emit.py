@@ -9,17 +9,20 @@ import textwrap
 from collections.abc import Iterable, Mapping
 
 from coda_agent import primitives
-from coda_agent.agent.authors.composer.assemble import number
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, negative, uses, walk
 from coda_agent.agent.authors.composer.problem import Rewritten
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.operation import PLACED
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec
 
 _GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu", "sigmoid": "glu"}
 _TEMPORARIES = ("x", "y", "z", "u", "v", "w", *(f"t{i}" for i in range(100)))
 _SUM, _PRODUCT, _SIGN, _ATOM = range(4)
 _LONG = 64
+# float32's largest number, whose own digits are above the largest that a program may hold.
+_LARGEST = 3.4028234663852886e38
 
 
 def emit(spec: Spec, programs: list[Rewritten]) -> str:
@@ -27,6 +30,15 @@ def emit(spec: Spec, programs: list[Rewritten]) -> str:
     doc = f"{spec.name}: {_plain(spec.summary)}"
     more = "\n\nComposed from the PyTorch reference of the spec.\n"
     return module_text(doc, spec.gemm, programs, more)
+
+
+def program_of(rewritten: Rewritten) -> Program:
+    """Read canonical expressions as they are written.
+
+    Raises:
+        ProgramError: the language has no such program.
+    """
+    return read_programs(module_text("", ("A", "B"), [rewritten]))[rewritten.name]
 
 
 def module_text(doc: str, gemm: tuple[str, ...], programs: list[Rewritten], more: str = "") -> str:
@@ -291,10 +303,17 @@ class _Mathematics(_Function):
 
 
 def _number(value: float) -> str:
-    """A constant as a program's text has it."""
+    """Write a constant as a program's text has it; its literals are finite.
+
+    Raises:
+        ProgramError: it is not a number.
+    """
+    if math.isnan(value):
+        message = f"a program cannot hold the constant {value}"
+        raise ProgramError(message, hint="compute it from finite numbers, or give it as an input")
     if math.isinf(value):
         return "-log(0.0)" if value > 0 else "log(0.0)"
-    return repr(number(value))
+    return repr(math.copysign(3.4028234e38, value) if abs(value) == _LARGEST else value)
 
 
 def _gates(roots: list[Expr], count: Mapping[Expr, int]) -> dict[Expr, Expr]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.canonical import canonical
+from coda_agent.agent.authors.composer.emit import program_of
 from coda_agent.agent.authors.composer.expression import Expr, before_column, walk
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal, Rewritten
@@ -73,7 +73,7 @@ def joined(parts: Sequence[Composition]) -> Composition:
     b = Port("B", None, (), (), first.b.dtype, tuple(p.b for p in parts), 0)
     extents = {**first.extents, "N": total}
     try:
-        program = assemble(rewritten)
+        program = program_of(rewritten)
     except ProgramError as error:
         raise Refusal(error.message, error.hint) from None
     return Composition(program, first.a, b, operands, outputs, extents, rewritten)

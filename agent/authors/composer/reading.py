@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from coda_agent import primitives
-from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, unify
 from coda_agent.agent.authors.composer.calls import CASTS, name_of, shape_of
 from coda_agent.agent.authors.composer.check import check_numbers
+from coda_agent.agent.authors.composer.emit import program_of
 from coda_agent.agent.authors.composer.merge import Merged
 from coda_agent.agent.authors.composer.order import Order
 from coda_agent.agent.authors.composer.ports import (
@@ -130,7 +130,7 @@ class Reading:
         problem = self._problem(turn=0)
         result = rewrite(problem)
         try:
-            program = assemble(result)
+            program = program_of(result)
         except ProgramError as error:
             wide = (x for x, s in self.leaving.items() if s is not None and s.kind is WideTile)
             raise Refusal(error.message, error.hint, output=next(wide, "")) from None
@@ -138,7 +138,7 @@ class Reading:
         bound = result.parts or any(kind is RowMean for kind in program.outputs.values())
         checked = rewrite(replace(problem, counts={})) if bound else result
         other = problem if result.parts else self._problem(turn=4)
-        check_numbers(other, assemble(checked), checked.parts)
+        check_numbers(other, program_of(checked), checked.parts)
         self.parts = result.parts
         return result, program
 
@@ -192,7 +192,7 @@ class Reading:
     def _name(self, node: fx.Node) -> str:
         """A placeholder's name as an operand."""
         user = self.traced.user(node)
-        name = node.name if user is None else user.name
+        name = (node.name if user is None else user.name).replace("__", "_0_")  # no program has it
         return f"{name}_" if name in ("acc", *primitives.__all__) else name
 
     def _problem(self, *, turn: int) -> Problem:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.calls import ancestors, shape_of
+from coda_agent.agent.authors.composer.emit import program_of
 from coda_agent.agent.authors.composer.join import Composition, joined
 from coda_agent.agent.authors.composer.merge import merge, products
 from coda_agent.agent.authors.composer.problem import Refusal
@@ -94,7 +94,7 @@ def _composed(traced: Retraced) -> Composition:
             outputs, extents = reading.outputs(), reading.extents()
             types = {port.name: port.dtype for port in outputs.values()}
             rewritten = of_stored(rewritten, types, reading.reduced())
-            program = assemble(rewritten)
+            program = program_of(rewritten)
             a, b = ports["A"], ports["B"]
             return Composition(program, a, b, operands, outputs, extents, rewritten)
         except Reordered:
