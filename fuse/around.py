@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import ancestors
+from coda_agent.agent.authors.composer.calls import ancestors, reached
 from coda_agent.fuse.kernels import called
 from coda_agent.fuse.nodes import VIEWS, alike, entered, evaluate, is_cheap
 from coda_agent.fuse.regions import Cut, Region, extracted, ports_of
@@ -129,10 +129,5 @@ def _is_fused(node: fx.Node) -> bool:
 
 def _is_stored(node: fx.Node, taken: set[fx.Node]) -> bool:
     """Whether a value is stored anyway, for a product or a kernel."""
-    pending = [*node.users]
-    while pending:
-        user = pending.pop()
-        if user in taken or not _is_fused(user):
-            return True
-        pending += user.users if user.target in VIEWS else []
-    return False
+    users = reached(node.users, lambda user: user.users if user.target in VIEWS else ())
+    return any(user in taken or not _is_fused(user) for user in users)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import reached
 from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_backward, is_cheap, make, operands
 
 aten = torch.ops.aten
@@ -80,12 +81,5 @@ def _fits(node: fx.Node) -> bool:
 
 def _has_softmax(node: fx.Node) -> bool:
     """Whether a product goes into a row's maximum before another product."""
-    seen, pending = set[fx.Node](), [node]
-    while pending:
-        for user in pending.pop().users:
-            if user.target in _SOFTMAX:
-                return True
-            if user not in seen and not is_backward(user) and is_cheap(user):
-                seen.add(user)
-                pending.append(user)
-    return False
+    cheap = reached([node], lambda n: [u for u in n.users if is_cheap(u) and not is_backward(u)])
+    return any(user.target in _SOFTMAX for n in cheap for user in n.users)

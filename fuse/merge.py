@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
+from coda_agent.agent.authors.composer.calls import reached
 from coda_agent.fuse.nodes import (
     PRODUCTS,
     TURNS,
@@ -56,15 +57,12 @@ def merge_gradients(graph: fx.Graph) -> list[str]:
 
 def _is_made(node: fx.Node) -> bool:
     """Whether a value is computed, but not pointwise of a product."""
-    seen, pending = set[fx.Node](), [node]
-    while pending:
-        n = pending.pop()
-        if n.target in PRODUCTS or (n.op != "call_function" and n is root(node)):
-            return False
-        if n not in seen and (is_cheap(n) or n.target is aten.clone.default):
-            pending += n.all_input_nodes
-        seen.add(n)
-    return True
+    makers = reached(
+        [node], lambda n: n.all_input_nodes if is_cheap(n) or n.target is aten.clone.default else ()
+    )
+    if any(n.target in PRODUCTS for n in makers):
+        return False
+    return root(node) not in makers or root(node).op == "call_function"
 
 
 def _merge(graph: fx.Graph, x: fx.Node, weights: Sequence[fx.Node], dys: Sequence[fx.Node]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import ancestors
+from coda_agent.agent.authors.composer.calls import ancestors, reached
 from coda_agent.fuse.nodes import (
     PRODUCTS,
     VIEWS,
@@ -107,35 +107,22 @@ def _made_of(reads: set[fx.Node], others: set[fx.Node], whole: int) -> set[fx.No
 
 def _closure(made: Iterable[fx.Node], tiles: Mapping[fx.Node, object]) -> set[fx.Node]:
     """Nodes with all that they are made of, but tiles."""
-    found, pending = set[fx.Node](), [*made]
-    while pending:
-        if (node := pending.pop()) in tiles and node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    made = [node for node in made if node in tiles]
+    return reached(made, lambda node: [x for x in node.all_input_nodes if x in tiles])
 
 
 def _is_private(made: set[fx.Node], nodes: set[fx.Node]) -> bool:
     """Whether a region alone needs some nodes, through views or not."""
-    pending = [user for node in made for user in node.users]
-    while pending:
-        user = pending.pop()
-        if user.target in VIEWS and user not in nodes:
-            pending += user.users
-        elif user not in nodes and user not in made:
-            return False
-    return True
+    users = (user for node in made for user in node.users)
+    through = reached(users, lambda x: x.users if x.target in VIEWS and x not in nodes else ())
+    return all(x.target in VIEWS or x in nodes or x in made for x in through)
 
 
 def _is_operand(node: fx.Node) -> bool:
     """Whether products of its pass read a node, itself no view."""
-    pending = [node] if node.target not in VIEWS else []
-    while pending:
-        for user in pending.pop().users:
-            if user.target in PRODUCTS and alike(user, node):
-                return True
-            pending += [user] if user.target in VIEWS else []
-    return False
+    starts = [node] if node.target not in VIEWS else []
+    views = reached(starts, lambda x: [user for user in x.users if user.target in VIEWS])
+    return any(u.target in PRODUCTS and alike(u, node) for x in views for u in x.users)
 
 
 def _taken(

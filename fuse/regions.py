@@ -11,7 +11,7 @@ backward pass needs of a forward region is computed there again from the fewest 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import ancestors
+from coda_agent.agent.authors.composer.calls import ancestors, reached
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
@@ -335,13 +335,10 @@ def extracted(
 
 def _views(nodes: set[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
     """Find views that these nodes read, which a kernel reads through."""
-    views, pending = set[fx.Node](), [x for node in nodes for x in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node.target in VIEWS and node not in {*nodes, *views, *taken}:
-            views.add(node)
-            pending += node.all_input_nodes
-    return views
+    read: Callable[[fx.Node], list[fx.Node]] = lambda node: [
+        x for x in node.all_input_nodes if x.target in VIEWS and x not in nodes and x not in taken
+    ]
+    return reached([x for node in nodes for x in read(node)], read)
 
 
 def ports_of(composition: Composition) -> list[Port]:

@@ -14,13 +14,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import ancestors
+from coda_agent.agent.authors.composer.calls import ancestors, reached
 from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
@@ -142,15 +142,10 @@ def _factors(node: fx.Node) -> Iterator[fx.Node]:
 
 def _last_products(node: fx.Node) -> set[fx.Node]:
     """Find the last products that a value is computed from."""
-    found, seen, pending = set[fx.Node](), set[fx.Node](), [node]
-    while pending:
-        n = pending.pop()
-        if n.target in PRODUCTS:
-            found.add(n)
-        elif n not in seen:
-            seen.add(n)
-            pending += [x for x in n.all_input_nodes if not _is_of_rows(x)]
-    return found
+    makers: Callable[[fx.Node], Iterable[fx.Node]] = lambda n: (
+        () if n.target in PRODUCTS else [x for x in n.all_input_nodes if not _is_of_rows(x)]
+    )
+    return {n for n in reached([node], makers) if n.target in PRODUCTS}
 
 
 def _is_of_rows(node: fx.Node) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import reached
 from coda_agent.fuse.nodes import (
     CASTS,
     SUM,
@@ -122,14 +125,6 @@ def _again(
 
 def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
     """Find a region's nodes that one is cheaply computed from."""
-    roots, seen, pending = set[fx.Node](), set[fx.Node](), [node]
-    while pending:
-        n = pending.pop()
-        if n in seen or n not in nodes:
-            continue
-        seen.add(n)
-        if n in stored or not is_cheap(n) or SUM in n.meta:
-            roots.add(n)
-        else:
-            pending += n.all_input_nodes
-    return roots
+    is_root: Callable[[fx.Node], bool] = lambda n: n in stored or not is_cheap(n) or SUM in n.meta
+    makers = reached([node], lambda n: () if is_root(n) or n not in nodes else n.all_input_nodes)
+    return {n for n in makers & nodes if is_root(n)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -42,10 +42,19 @@ def bounds(node: fx.Node) -> tuple[int, int, int, int]:
 
 def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
     """Collect nodes and what they are computed from, `since` one."""
-    seen, pending = set[fx.Node](), [*nodes]
+    later: Callable[[Iterable[fx.Node]], list[fx.Node]] = lambda some: [
+        node for node in some if not (since and node < since)
+    ]
+    return reached(later(nodes), lambda node: later(node.all_input_nodes))
+
+
+def reached(
+    starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """Collect nodes, and those that `step` leads to from each."""
+    seen, pending = set[fx.Node](), [*starts]
     while pending:
-        node = pending.pop()
-        if node not in seen and not (since and node < since):
+        if (node := pending.pop()) not in seen:
             seen.add(node)
-            pending += node.all_input_nodes
+            pending += step(node)
     return seen
