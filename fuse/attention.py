@@ -8,7 +8,7 @@ and values. With a mask no flash kernel runs: a training step of Llama-3.2-1B, 4
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -48,11 +48,20 @@ def fold_masks(
             continue
         arguments |= {"attn_mask": None, "is_causal": word == "causal"}
         key, value = _unrepeated(arguments["key"]), _unrepeated(arguments["value"])
-        if key is not None and value is not None and not arguments.get("enable_gqa"):
+        if key and value and not arguments.get("enable_gqa") and _groups(arguments, key, value):
             arguments |= {"key": key, "value": value, "enable_gqa": True}
         node.args, node.kwargs = (), arguments
         folded[node.name] = of
     return folded  # what nobody reads now is left: in these graphs it may write in place
+
+
+def _groups(arguments: dict[str, Any], key: fx.Node, value: fx.Node) -> bool:
+    """Whether each head of keys and values serves as many queries' as it is repeated."""
+    query, few, many, values = (
+        node.meta["example_value"].shape[1]
+        for node in (arguments["query"], key, arguments["key"], value)
+    )
+    return query == many and few == values
 
 
 def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
@@ -89,12 +98,38 @@ def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str
         torch.no_grad(),
     ):
         values: dict[fx.Node, Any] = {node: inputs[node].clone() for node in of}
-        for node in [node for node in mask.graph.nodes if node in needed]:
-            values[node] = _call(node, values)
+        with _Random(shown.device) as random:
+            for node in [node for node in mask.graph.nodes if node in needed]:
+                values[node] = _call(node, values)
+        if random.drawn:
+            return "", of
         # A write to a part of a mask is nobody's argument, but Dynamo's tensors count it.
         if any(_version(node) != getattr(values[node], "_version", 0) for node in needed):
             return "", of
         return _word(values[mask]), of
+
+
+class _Random:
+    """Whether random numbers are drawn, which are then as before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self.drawn = False
+
+    def _states(self) -> list[torch.Tensor]:
+        own = [torch.cuda.get_rng_state(self._cuda)] if self._cuda else []
+        return [torch.get_rng_state(), *own]
+
+    def __enter__(self) -> Self:
+        self._before = self._states()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        before = self._before
+        self.drawn = not all(map(torch.equal, before, self._states()))
+        torch.set_rng_state(before[0])
+        if self._cuda:
+            torch.cuda.set_rng_state(before[1], self._cuda)
 
 
 def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -34,11 +34,12 @@ from coda_agent.fuse.nodes import (
     constant,
     copied,
     is_pointwise,
+    is_tangent,
     make,
     numel,
     padded,
 )
-from coda_agent.fuse.zone import REDUCED, SAME, SCALED, Whole, Zone, is_tangent, zones_of
+from coda_agent.fuse.zone import REDUCED, SAME, SCALED, Whole, Zone, zones_of
 
 aten = torch.ops.aten
 LOGITS = 1 << 30

@@ -27,14 +27,13 @@ from coda_agent.fuse.choice import compile_ahead, timed, untimed
 from coda_agent.fuse.hints import hinted
 from coda_agent.fuse.kept import SOURCES, path_of, remember, remembered
 from coda_agent.fuse.kernels import Kernel, chosen
-from coda_agent.fuse.nodes import PRODUCTS
+from coda_agent.fuse.nodes import PRODUCTS, is_tangent, mark_backward
 from coda_agent.fuse.regions import described
 from coda_agent.fuse.replace import replace_regions
 from coda_agent.fuse.rules import prepare
 from coda_agent.fuse.show import Shown, shown
 from coda_agent.fuse.spelling import spell_logsumexp
 from coda_agent.fuse.verify import known_fault
-from coda_agent.fuse.zone import is_tangent
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import fingerprint
 from coda_agent.runtime.function import supported
@@ -114,6 +113,7 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
         path = path_of("graph", described(graph))
         if pool and not remembered(path):  # there is something to compile
             pool.start()
+        mark_backward(graph)
         notes = prepare(graph, fp8=fp8)
         known, kernels = chosen(graph)
         placed = partial(around, known, constants=_constants(graph)) if timing else alone
@@ -140,11 +140,13 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
             # until Python collects its garbage (seen on a CPU). A step of Llama had 4.6 GB more on
             # an H200, as much as one region draws.
             gc.collect()
-        if (seen := SEEN.get()) is not None:
-            seen.append(shown(known, kernels, notes))
+        seen = SEEN.get()
+        found = None if seen is None else shown(known, kernels, notes)
     replace_regions(known, {region: kernels[region].text for region in known.regions})
     spell_logsumexp(graph)
     share(graph)
+    if seen is not None and found is not None:
+        seen.append(found)  # it is true only now
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:

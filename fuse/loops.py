@@ -16,6 +16,7 @@ _POINTWISE = {"exp", "log", "neg", "mul", "sub", "add", "truediv", "div", "float
 _ALONG_ROWS = {"logsumexp", "log_softmax", "softmax", "sum", "gather"}
 _SPLITS = ("split", "chunk", "unbind")
 _WRITES = {"setitem", "iadd", "isub", "imul", "itruediv"}
+_MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled"}
 _Parts = tuple[fx.Node, ...]
 
 
@@ -59,7 +60,7 @@ class _Loop:
         inside = {x for group in (*self.wholes, *self.calls) for x in group}
         users = {user for x in inside for user in x.users}
         between = [n for n in graph.nodes if min(inside) < n < node and n not in inside]
-        if not self.calls or users - inside != {node} or any(map(_writes, between)):
+        if not self.calls or users - inside != {node} or any(map(writes, between)):
             return False
         with graph.inserting_before(node), torch.no_grad():
             for group in self.calls:
@@ -154,8 +155,8 @@ def _value(node: fx.Node) -> Any:
     return node.meta["example_value"]
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether a call may write into what it is given."""
+def writes(node: fx.Node) -> bool:
+    """Whether a call may write into what it is given, or changes what others do."""
     name, told = _name(node), {"out", "inplace"} & node.kwargs.keys()
-    in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    in_place = name in (*_WRITES, *_MODES) or (name.endswith("_") and not name.endswith("__"))
     return in_place or bool(told) or any(x is True for x in node.args)  # `inplace`?

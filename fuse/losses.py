@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from coda_agent.fuse.loops import writes
 from coda_agent.fuse.nodes import SHORT
 from coda_agent.fuse.tables import WIDE
 
@@ -68,6 +69,8 @@ def _take_before(node: fx.Node) -> bool:
     if not all(isinstance(x, int) for x in b.shape) or b.numel() <= a.shape[-1] ** 2:
         return False  # rows of the result are no wider than those that are copied
     if any(x > product or _value(x).shape[0] > a.shape[0] for x in node.all_input_nodes[1:]):
+        return False
+    if any(writes(x) for x in node.graph.nodes if product < x < node and x not in chain):
         return False
     taken: Any = fx.map_arg(index, _value)
     with torch.no_grad():

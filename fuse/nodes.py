@@ -27,11 +27,37 @@ TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SCATTERED = (aten.scatter_add.default, aten.scatter.src)
 SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
+COMPARED = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor,
+            aten.lt.Tensor)  # fmt: skip
 
 
 def is_backward(node: fx.Node) -> bool:
     """Whether a node belongs to a graph's backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node is the gradient of one of a graph's results."""
+    return node.op == "placeholder" and "tangents" in node.name
+
+
+def made_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Collect nodes, and all that is made of them."""
+    made = set(nodes)
+    for node in graph.nodes:
+        if not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+    return made
+
+
+def mark_backward(graph: fx.Graph) -> None:
+    """Mark as the backward pass's what is made of gradients.
+
+    AOTAutograd leaves out what the `backward` of a user's autograd.Function calls.
+    """
+    for node in made_of(graph, filter(is_tangent, graph.nodes)):
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_backward"
 
 
 def alike(one: fx.Node, other: fx.Node) -> bool:

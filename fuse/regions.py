@@ -11,7 +11,7 @@ backward pass needs of a forward region is computed there again from the fewest 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ from coda_agent.agent.authors.composer.subgraph import compose_graph
 from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.nodes import PRODUCTS, SHORT, SUM, VIEWS, alike, operands, shape_of
 from coda_agent.fuse.reads import read_along
-from coda_agent.fuse.stores import compute_again, gathered_of, stored_of
+from coda_agent.fuse.stores import compared_extremes, compute_again, gathered_of, stored_of
 
 aten = torch.ops.aten
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -84,11 +84,13 @@ class Cut:
         graph: It.
         regions: In the order in which they were found.
         why: Of products that are in none, the reason.
+        compared: What no kernel makes: the largest of what it is then compared with.
     """
 
     graph: fx.Graph
     regions: list[Region] = field(default_factory=list)
     why: dict[fx.Node, str] = field(default_factory=dict)
+    compared: Set[fx.Node] = frozenset()
 
     @property
     def taken(self) -> dict[fx.Node, Region]:
@@ -103,7 +105,7 @@ class Cut:
 
 def cut(graph: fx.Graph) -> Cut:
     """Cut a functional ATen graph with `meta["val"]` into regions."""
-    result = Cut(graph)
+    result = Cut(graph, compared=compared_extremes(graph))
     left = [node for node in graph.nodes if node.target in PRODUCTS]
     while left:
         first = left.pop(0)
@@ -289,6 +291,7 @@ def _grown(
             node.op == "call_function"
             and alike(node, first)
             and node not in without
+            and node not in known.compared
             and node not in taken
             and node.target not in PRODUCTS
             and isinstance(node.meta.get("val"), torch.Tensor)

@@ -25,7 +25,16 @@ from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, call_of, cast_to, make, number
+from coda_agent.fuse.nodes import (
+    CASTS,
+    PRODUCTS,
+    call_of,
+    cast_to,
+    make,
+    number,
+    root,
+    shape_of,
+)
 from coda_agent.fuse.spelling import compare_floats, join_logsumexp, spell
 from coda_agent.fuse.tables import hold_tables
 
@@ -49,7 +58,10 @@ def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
 
 
 def scale_first(graph: fx.Graph) -> None:
-    """Scale numbers before the largest of each row is taken off."""
+    """Scale numbers before the largest of each row is taken off, where Inductor does not.
+
+    It multiplies them by the factor's sign, a 1 that a model does not have.
+    """
     for node in [n for n in graph.nodes if n.target in (aten.mul.Tensor, aten.div.Tensor)]:
         difference, factor = call_of(node.args[0], aten.sub.Tensor), node.args[1]
         largest = None if difference is None else call_of(difference.args[1], aten.amax.default)
@@ -58,15 +70,30 @@ def scale_first(graph: fx.Graph) -> None:
         if not isinstance(factor, int | float) or factor <= 0:
             continue
         x: Any = difference.args[0]
-        while x.target is aten.mul.Tensor and x.args[1] == 1:  # the factor's sign
-            x = x.args[0]
+        if x.target is not aten.mul.Tensor or x.args[1] != 1:
+            continue
+        x = x.args[0]
+        for user in [*node.users]:  # from torch 2.13 on the model's own is beside it
+            if user.target is aten.where.self and user.args[1] is node:
+                if _is_scaled(user.args[2], node, x):
+                    user.replace_all_uses_with(user.args[2])  # pyright: ignore[reportArgumentType]
         with graph.inserting_before(node):
             scaled = make(graph, node.target, x, factor, like=node)
             peak = make(graph, aten.amax.default, scaled, *largest.args[1:], like=node)
             result = make(graph, aten.sub.Tensor, scaled, peak, like=node)
-        for user in [u for u in node.users if u.target is aten.where.self and u.args[1] is node]:
-            user.replace_all_uses_with(user.args[2])  # pyright: ignore[reportArgumentType]
         node.replace_all_uses_with(result)
+
+
+def _is_scaled(node: Any, scaling: fx.Node, x: fx.Node) -> bool:
+    """Whether a node takes the largest off a row of x, scaled as by `scaling`."""
+    difference = call_of(node, aten.sub.Tensor)
+    largest = None if difference is None else call_of(difference.args[1], aten.amax.default)
+    if difference is None or largest is None or largest.args[0] is not difference.args[0]:
+        return False
+    scaled = root(largest.all_input_nodes[0], *CASTS)
+    if scaled.target is not scaling.target or scaled.args[1:] != scaling.args[1:]:
+        return False
+    return root(scaled.all_input_nodes[0], *CASTS) is root(x, *CASTS)
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -75,7 +102,9 @@ def carry(graph: fx.Graph) -> list[str]:
     operands: dict[object, fx.Node] = {}
     for product in [node for node in graph.nodes if node.target is aten.mm.default]:
         a = product.args[0]
-        if isinstance(a, fx.Node) and (parts := _parts(a)) is not None:
+        # Before their factor rows leave float16's range: a residual of 4000 by a weight of 20 did.
+        held = product.meta["val"].dtype is torch.float16
+        if not held and isinstance(a, fx.Node) and (parts := _parts(a)) is not None:
             wide, rows = parts
             first = operands.get(tuple(wide))
             with graph.inserting_before(product if first is None else first.next):
@@ -165,7 +194,7 @@ def gather_first(graph: fx.Graph) -> list[str]:
             continue
         if row.meta["val"].ndim != x.meta["val"].ndim or row.meta["val"].shape[dim] != 1:
             continue
-        if x.meta["val"].shape != source.meta["val"].shape:
+        if x.meta["val"].shape != source.meta["val"].shape or not _has_rows(index, x, dim):
             continue
         with graph.inserting_before(node):
             first = make(graph, aten.gather.default, x, dim, index, like=node)
@@ -179,6 +208,14 @@ def gather_first(graph: fx.Graph) -> list[str]:
     if moved:
         graph.eliminate_dead_code()
     return moved
+
+
+def _has_rows(index: fx.Node, x: fx.Node, dim: int) -> bool:
+    """Whether an index has all rows of x, whatever symbols are."""
+    sizes = [list(map(str, shape_of(node))) for node in (index, x)]
+    for own in sizes:
+        own[dim] = ""
+    return sizes[0] == sizes[1]
 
 
 def sum_of_one(graph: fx.Graph) -> list[str]:

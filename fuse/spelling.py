@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, cast
@@ -35,6 +36,7 @@ from coda_agent.fuse.nodes import (
     is_one,
     is_zeros,
     make,
+    number,
     numel,
     padded,
     root,
@@ -216,7 +218,8 @@ def compare_floats(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
         counted = [x for x in node.all_input_nodes if _is_counted(_source(x))]
         whole = all(x.meta["val"].dtype == torch.int64 for x in node.all_input_nodes)
-        if whole and len(counted) == 1 and numel(_source(counted[0])) <= _EXACT:
+        two = len(node.all_input_nodes) == 2  # not a value and itself
+        if whole and two and len(counted) == 1 and numel(_source(counted[0])) <= _EXACT:
             with graph.inserting_before(node):
                 node.args = tuple(_float(graph, x) for x in node.all_input_nodes)
 
@@ -248,6 +251,8 @@ def join_logsumexp(graph: fx.Graph) -> None:
         largest = call_of(shift if chosen is None else chosen.args[2], aten.amax.default)
         if largest is None or largest.args[0] is not x or largest.args[1] != dims:
             continue
+        if chosen is not None and not _is_finite(chosen, largest):
+            continue
         users = [*log.users]
         if chosen is not None:
             shifts = [root(u.all_input_nodes[-1], *_SQUEEZES) for u in users]
@@ -267,6 +272,15 @@ def join_logsumexp(graph: fx.Graph) -> None:
                     row = make(graph, aten.squeeze.dims, row, dims, like=log)
             user.replace_all_uses_with(row)
     graph.eliminate_dead_code()
+
+
+def _is_finite(chosen: fx.Node, largest: fx.Node) -> bool:
+    """Whether 0 is chosen where the largest is infinite, and nowhere else."""
+    infinite = call_of(chosen.args[0], aten.eq.Scalar)
+    size = None if infinite is None else call_of(infinite.args[0], aten.abs.default)
+    if infinite is None or size is None or number(chosen.args[1]) != 0:
+        return False
+    return infinite.args[1:] == (math.inf,) and size.args == (largest,)
 
 
 def spell_logsumexp(graph: fx.Graph) -> None:

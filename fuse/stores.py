@@ -10,6 +10,8 @@ from torch import fx
 from coda_agent.agent.authors.composer.calls import reached
 from coda_agent.fuse.nodes import (
     CASTS,
+    COMPARED,
+    PRODUCTS,
     SUM,
     VIEWS,
     alike,
@@ -18,9 +20,15 @@ from coda_agent.fuse.nodes import (
     copied,
     is_cheap,
     is_repeated,
+    made_of,
     numel,
     root,
 )
+
+aten = torch.ops.aten
+_EXTREMES = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+_COMPARED_WITH = (aten.eq.Scalar, aten.ne.Scalar, aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar,
+                  aten.lt.Scalar)  # fmt: skip
 
 
 def stored_of(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -38,6 +46,30 @@ def stored_of(nodes: set[fx.Node]) -> set[fx.Node]:
     return stored | (roots if bytes_of(roots) < bytes_of(wanted) else wanted)
 
 
+def compared_extremes(graph: fx.Graph) -> set[fx.Node]:
+    """Find the largest and smallest that are compared with what they are of, and that.
+
+    A kernel takes them of values that are not rounded yet, and what is made again of what is stored
+    is rounded otherwise: none may be equal. A gradient of `amax` was NaN by that.
+    """
+    found = set[fx.Node]()
+    for node in [n for n in graph.nodes if n.target in _EXTREMES]:
+        makers = reached([node], lambda n: () if n.target in PRODUCTS else n.all_input_nodes)
+        products = {x for x in makers if x.target in PRODUCTS}
+        own = reached([node], lambda n: [user for user in n.users if is_cheap(user)])
+        made = made_of(graph, products)
+        others = made - own
+        mixed = {n for n in own - {node} if not others.isdisjoint(n.all_input_nodes)}
+        if any(n.target in COMPARED or _is_jump(n) for n in made_of(graph, mixed) & own):
+            found |= makers & made - products
+    return found
+
+
+def _is_jump(node: fx.Node) -> bool:
+    """Whether a node compares with a number, or takes a sign."""
+    return node.target is aten.sign.default or node.target in _COMPARED_WITH
+
+
 def gathered_of(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
     """Find what is gathered from what is stored for the other pass.
 
@@ -45,7 +77,7 @@ def gathered_of(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
     1.7 ms for that, at K = 768 on an H200. What is not for the other pass is to be free as soon as
     it can be, as logits of a loop's parts are, and has no further reader.
     """
-    picked = {node for node in nodes if node.target is torch.ops.aten.gather.default}
+    picked = {node for node in nodes if node.target is aten.gather.default}
     later = [node for node in nodes if picked and _outside(node, nodes, later=True)]
     kept = {x for node in later for x in _roots(node, nodes, stored)}
     return {node for node in picked if root(node.all_input_nodes[0], *CASTS) in stored & kept}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,15 @@ from torch import fx
 from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.fuse.nodes import (
     CASTS,
+    COMPARED,
     PLAIN,
     SCATTERED,
     TURNS,
     VIEWS,
     is_pointwise,
+    is_tangent,
     is_zeros,
+    made_of,
     number,
     padded,
 )
@@ -33,8 +36,6 @@ SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.expand.default)  # fmt: skip
 REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
             aten.logsumexp.default, aten.argmax.default)  # fmt: skip
-_COMPARED = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor,
-             aten.lt.Tensor)  # fmt: skip
 SCALED = "float16 holds the gradients of a scaled loss alone"
 """Why the product of a loss in float16 is made again."""
 _PICKING = (aten.gather.default, aten.topk.default)
@@ -63,7 +64,7 @@ def zones_of(product: fx.Node) -> tuple[list[Zone], str]:
         reason = ""
     except Whole as why:
         reason = str(why)
-    late = _made_of(product.graph, filter(is_tangent, product.graph.nodes))
+    late = made_of(product.graph, filter(is_tangent, product.graph.nodes))
     zones = [Zone(product, late), Zone(product, late, again=True)]
     for zone in zones:
         zone.find()
@@ -73,20 +74,6 @@ def zones_of(product: fx.Node) -> tuple[list[Zone], str]:
             raise Whole(reason)
         return [], ""
     return (zones, reason) if backward.has_gradients() else ([forward], "")
-
-
-def _made_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that is made of them."""
-    made = set(nodes)
-    for node in graph.nodes:
-        if not made.isdisjoint(node.all_input_nodes):
-            made.add(node)
-    return made
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a node is the gradient of one of a graph's results."""
-    return node.op == "placeholder" and "tangents" in node.name
 
 
 class Whole(Exception):
@@ -104,6 +91,8 @@ class Layout:
 
     def __init__(self, product: fx.Node) -> None:
         self.rows, self.columns = product.meta["val"].shape
+        if self.rows == self.columns:
+            raise Whole("it has as many rows as columns, and what is of which is not told apart")
         values = [_first(n) for n in product.graph.nodes if n.target in _PICKING]
         self.picked = {value.shape[-1] for value in values if value.ndim}
 
@@ -221,9 +210,9 @@ class Zone:
     def _check_comparisons(self) -> None:
         """Check that nothing made again is compared with what was kept."""
         # Rounded otherwise, the largest of a row may be none of its elements.
-        made = _made_of(self.product.graph, [self.product])
+        made = made_of(self.product.graph, [self.product])
         for node in self.nodes:
-            if node.target in _COMPARED and made.issuperset(node.all_input_nodes):
+            if node.target in COMPARED and made.issuperset(node.all_input_nodes):
                 if len({*map(self.layout.kind, node.all_input_nodes)}) > 1:
                     raise Whole(f"{node.name} compares it with what was made of it before")
 

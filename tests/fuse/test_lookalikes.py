@@ -1,0 +1,241 @@
+"""What looks like what a rule reads, and is something else: results and gradients are eager's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coda_agent.fuse import explain, head
+from coda_agent.fuse.backend import coda
+from tests.fuse.test_regions import drawn
+
+M, K, N = 48, 32, 64
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*interpreted by PyTorch")
+        warnings.filterwarnings("error", message=".*left as it was")
+        yield
+
+
+X, W = drawn(M, K), drawn(N, K, seed=1) / 4
+MASK = torch.rand(M, N, generator=torch.Generator().manual_seed(2)) > 0.5
+ROW = torch.rand(M, 1, generator=torch.Generator().manual_seed(3)) > 0.5
+AT = torch.randint(0, N, (1, 3), generator=torch.Generator().manual_seed(4))
+
+
+class Silu(torch.autograd.Function):
+    """A function whose `backward` AOTAutograd does not tag as the backward pass's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return g * s * (1 + x * (1 - s))
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w.T).float()
+
+
+def a_softmax_by_hand(x: Tensor, w: Tensor) -> Tensor:
+    e = (product(x, w) - product(x, w).amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def scaled_by_its_largest(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return z / z.abs().amax(-1, keepdim=True)
+
+
+def the_largest_of_a_gelu(x: Tensor, w: Tensor) -> Tensor:
+    return F.gelu(x @ w.T).amax(-1)
+
+
+def the_smallest_of_columns(x: Tensor, w: Tensor) -> Tensor:
+    return product(x, w).amin(0)
+
+
+def places_of_the_largest(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return (z == z.amax(-1, keepdim=True)).sum(-1) + z.tanh()[:, 0]
+
+
+def no_less_than_the_largest(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return ((z - z.amax(-1, keepdim=True)) >= 0).sum(-1) + z.tanh()[:, 0]
+
+
+def a_masked_scaled_softmax(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return torch.where(MASK, (z - z.amax(-1, keepdim=True)) * 0.125, -1e9).softmax(-1)
+
+
+def a_masked_difference(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return torch.where(MASK, (z - z.amax(-1, keepdim=True)) * 0.125, z.tanh() - 3)
+
+
+def a_shift_of_choice(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    m = torch.where(ROW, 0.0, z.amax(-1, keepdim=True))
+    return (z - m).exp().sum(-1, keepdim=True).log() + m
+
+
+def gathered_of_one_row(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return (z - z.logsumexp(-1, keepdim=True)).gather(1, AT)
+
+
+def a_value_and_itself(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w.T).tanh() * (torch.arange(N) == torch.arange(N))
+
+
+def a_function_of_the_users(x: Tensor, w: Tensor) -> Tensor:
+    return Silu.apply(F.linear(x, w, w[:, 0]))
+
+
+def another_between_products(x: Tensor, w: Tensor) -> Tensor:
+    return Silu.apply(x @ w.T) @ w
+
+
+LOOKALIKES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    a_softmax_by_hand, scaled_by_its_largest, the_largest_of_a_gelu, the_smallest_of_columns,
+    places_of_the_largest, no_less_than_the_largest, a_masked_scaled_softmax, a_masked_difference,
+    a_shift_of_choice, gathered_of_one_row, a_value_and_itself, a_function_of_the_users,
+    another_between_products,
+]  # fmt: skip
+
+
+def ran(function: Callable[..., Tensor], *args: Tensor, weight: Tensor) -> list[Tensor]:
+    """What a function gives, and the weight's gradient of a sum of its elements' own shares."""
+    w = weight.detach().clone().requires_grad_()
+    out = function(*args, w)
+    shares = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+    (out.float() * shares).sum().backward()
+    assert w.grad is not None
+    return [out.detach(), w.grad]
+
+
+def compare(got: list[Tensor], expected: list[Tensor], within: float = 2e-2) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert float((one.double() - other.double()).norm()) <= within * float(other.norm())
+
+
+@pytest.mark.parametrize("function", LOOKALIKES)
+def test_results_and_gradients_are_those_of_eager(function: Callable[..., Tensor]) -> None:
+    compiled = torch.compile(function, backend=coda)
+    compare(ran(compiled, X, weight=W), ran(function, X, weight=W))
+    with torch.no_grad():
+        compare([compiled(X, W)], [function(X, W)])
+
+
+def test_a_largest_that_nothing_is_compared_with_is_made_by_a_kernel() -> None:
+    def quantised(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        z = product(x, w)
+        return z.abs().amax(-1), z.tanh()
+
+    with torch.no_grad():
+        assert "amax" in str(explain(quantised, X, W))
+
+
+def test_float16_keeps_a_residual_that_a_weight_takes_out_of_its_range() -> None:
+    x, wo, w = (drawn(*s, seed=i).half() / 8 for i, s in enumerate(((M, K), (64, K), (N, 64))))
+    res, g = drawn(M, 64, seed=4).half(), torch.ones(64).half()
+    res[:, 3], g[3] = 4000, 20
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return F.silu(F.linear(F.rms_norm(res + F.linear(x, wo), (64,), g, 1e-5), w))
+
+    with torch.no_grad():
+        compare([torch.compile(f, backend=coda)(x, w)], [f(x, w)])
+
+
+def test_as_many_rows_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS", 1 << 12)
+    labels = torch.randint(0, N, (N,), generator=torch.Generator().manual_seed(6))
+    own = torch.rand(N, generator=torch.Generator().manual_seed(7))
+    x = drawn(N, K, seed=8)
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).float(), labels, weight=own)
+
+    compare(ran(torch.compile(f, backend=coda), x, weight=W), ran(f, x, weight=W))
+
+
+def test_an_index_that_changes_before_it_is_used() -> None:
+    x, w = drawn(M, K), drawn(512, K, seed=1)
+
+    def f(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        z = F.linear(x, w)
+        i.add_(1)
+        return z[i].tanh()
+
+    with torch.no_grad():
+        got = torch.compile(f, backend=coda)(x, w, torch.arange(4))
+        compare([got], [f(x, w, torch.arange(4))])
+
+
+def test_a_mask_that_is_drawn_is_drawn_at_each_call() -> None:
+    q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(9))
+
+    def f(q: Tensor) -> tuple[Tensor, Tensor]:
+        m = torch.rand(24, 24) < 0.9999
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=m), m
+
+    torch.manual_seed(0)  # of which the first draw hides nothing
+    compiled = torch.compile(f, backend=coda)
+    hidden = 0
+    for _ in range(60):
+        out, mask = compiled(q)
+        hidden += int((~mask).sum())
+        expected = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        torch.testing.assert_close(out, expected)
+    assert hidden
+
+
+def test_one_query_head_of_keys_that_are_repeated() -> None:
+    q, k = (torch.randn(2, h, 24, 16, generator=torch.Generator().manual_seed(h)) for h in (1, 2))
+    mask = torch.ones(24, 24, dtype=torch.bool).tril()
+
+    def f(q: Tensor, k: Tensor) -> Tensor:
+        wide = k[:, :, None].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
+        return F.scaled_dot_product_attention(q, wide, wide, attn_mask=mask)
+
+    torch.testing.assert_close(torch.compile(f, backend=coda)(q, k), f(q, k))
+
+
+def test_parts_that_are_computed_under_autocast_stay_there() -> None:
+    graphs: list[list[str]] = []
+
+    def seen(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        from coda_agent.fuse.loops import join_loops
+
+        join_loops(graph.graph)
+        graphs.append([n.name for n in graph.graph.nodes])
+        return graph.forward
+
+    def f(x: Tensor) -> Tensor:
+        y = x * 2
+        with torch.autocast("cpu", torch.bfloat16):
+            parts = [(part * 2).exp() for part in y]
+        return torch.stack(parts)
+
+    torch.compile(f, backend=seen)(torch.randn(2, 4))
+    (names,) = graphs
+    assert names.index("exp") < names.index("_exit_autocast")
