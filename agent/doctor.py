@@ -197,5 +197,5 @@ def _git(start: Path) -> Iterator[Item]:
     except CodaError as error:
         hint = str(error) if root is None else ""
         identity_hint = error.hint if root is not None else "looked for in a workspace only"
-    yield Item("workspace", root, "generate, verify, list, show", hint)
+    yield Item("workspace", root, "generate, verify, show", hint)
     yield Item("git identity", identity, "committing what is accepted", identity_hint)

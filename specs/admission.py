@@ -313,7 +313,8 @@ def _swallowed(
         if exact.ndim == 2 and min(exact.shape) > 2:
             first, second = torch.linalg.svdvals(exact)[:2]
             if second < 1e-3 * first:
-                return f"output {o!r} is a column times a row: it needs no GEMM; return the factors"
+                said = f"output {o!r} is within 0.1 % of a column times a row"
+                return f"{said}; return the factors, or fill what is masked with a smaller number"
     for x, runs in left_out.items():
         if all(near(o, run[o]) for run in runs for o in truth):
             said = f"no output depends on {x!r} by more than its tolerance; draw larger ones"

@@ -165,6 +165,7 @@ class Dims:
     def _rows(self, trace: Trace, first: str, inners: Mapping[Extent, str]) -> list[Extent]:
         rows = [s for s in trace.shapes[first] if s not in inners and not _numeric(s)]
         if not rows:
+            self._raise_if_square(first)
             hint = "give it more, such as 4096: the kernel takes any number of them"
             raise SpecError(f"the example of {first} has one row", hint=hint)
         wanted = ["M"] if len(rows) == 1 else ["B", *(f"S{i}" for i in range(2, len(rows))), "S"]
@@ -172,8 +173,14 @@ class Dims:
             self._letter(s, x)
         return rows
 
+    def _raise_if_square(self, name: str) -> None:
+        if min(self.example[name]) > 1:
+            message = f"both extents of {name} are summed over, as an operand is read again"
+            raise SpecError(message, hint="pass that operand twice, as two arguments")
+
     def _columns(self, columns: Mapping[Extent, int], second: Sequence[str]) -> list[str]:
         if not columns:
+            self._raise_if_square(second[0])
             hint = "use torch.mv, or pad it with rows to 16"
             raise SpecError(f"{second[0]} has one row, so the product has one column", hint=hint)
         for s, size in columns.items():  # weights of one size are of one dim

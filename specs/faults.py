@@ -14,14 +14,22 @@ from coda_agent.primitives.kinds import GEMM_DTYPES
 from coda_agent.specs.format import DTYPES, Header, Output, Spec, evaluate
 from coda_agent.specs.layout import factors, parts, shown
 
+_RESERVED = {"acc", "block_size", "self"}
+
 
 def declared_faults(spec: Header) -> Iterator[str]:
     """Yield what is wrong with declarations alone; later ones trust earlier ones."""
     names = [*spec.inputs, *spec.outputs, *spec.parameters]
     values = itertools.chain(*spec.parameters.values())
     for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
-        if not name.isidentifier() or keyword.iskeyword(name) or "__" in name:
-            yield f"name {name!r} must be a Python identifier without a double underscore"
+        plain = name.isidentifier() and name.isascii()
+        if not plain or keyword.iskeyword(name) or "__" in name:
+            yield (
+                f"name {name!r} must be a Python identifier of ASCII letters without a double "
+                "underscore"
+            )
+    for name in sorted(_RESERVED.intersection(names)):
+        yield f"name {name!r} is one that a kernel's own call has, use another"
     if spec.name in primitives.__all__:  # its program could not import that
         yield f"name {spec.name!r} is a primitive's, use another, such as gemm_{spec.name}"
     for name, count in Counter(names).items():

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from coda_agent.agent.judge.compile_gate import NEWER
 from coda_agent.agent.judge.executor import Executor
 from coda_agent.agent.judge.provenance import digests
-from coda_agent.agent.judge.records import Finding, Level, Observer, Survey, Tuned
+from coda_agent.agent.judge.records import CompileReport, Finding, Level, Observer, Survey, Tuned
 from coda_agent.agent.judge.verdict import GateResult, Verdict
 from coda_agent.agent.judge.walk import Terms, Walk
 from coda_agent.primitives.errors import CompileError
@@ -100,17 +100,23 @@ def verdict_of(walk: Walk) -> Verdict:
             level = "accepted" if "performance" in ran else "verified"
     missing = []
     if walk.gpu is None:
-        missing = [
-            "numerics of the compiled kernels: no Hopper GPU here, the interpreter stood in "
-            "for them",
-            "performance: no Hopper GPU here",
-        ]
+        missing = ["performance: no Hopper GPU here"]
+        if "numerics" in ran:
+            stood = "no Hopper GPU here, the interpreter stood in for them"
+            missing.insert(0, f"numerics of the compiled kernels: {stood}")
     elif "performance" in ran and len(walk.variants) > 1:
         _, *others = walk.variants
         missing = [f"performance of {', '.join(others)} at every shape and type: timed at one"]
     if "compile" in ran and not walk.terms.whole:
         newer = " and ".join(NEWER)
         missing.append(f"that it compiles for {newer}: `coda-agent generate` shows it")
+    missing += [
+        f"that it compiles for {kernel.arch}: {kernel.error}"
+        for result in walk.results
+        if isinstance(report := result.data, CompileReport)
+        for kernel in report.kernels
+        if kernel.arch in NEWER and kernel.error
+    ]
     return Verdict(
         passed=passed,
         level=level,

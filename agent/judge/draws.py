@@ -43,10 +43,10 @@ def draw_doubles(
     spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int
 ) -> Inputs:
     """Draw the spec's own inputs at a shape, in float64."""
-    return _given(spec, _drawn(spec, binding, sizes, seed))
+    return held(spec, _drawn(spec, binding, sizes, seed))
 
 
-def _given(spec: Spec, inputs: Inputs) -> Inputs:
+def held(spec: Spec, inputs: Inputs) -> Inputs:
     """Hold inputs to what their types have, and turn tensors without dims into numbers."""
     given, types = dict[str, Any](), spec.default_types()
     for x, v in inputs.items():
@@ -81,25 +81,25 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
     def drawn() -> Inputs:
         return _drawn(spec, binding, base_shape(spec), rng.getrandbits(62))
 
-    yield "", _given(spec, drawn())
+    yield "", held(spec, drawn())
     a, b = spec.gemm
     free = [x for x, tensor in spec.inputs.items() if tensor.draw.kind != "integers"]
     for x in free:
         for label, change in _changes(spec, x):
             inputs = drawn()
-            yield f"{x} {label}", _given(spec, {**inputs, x: change(inputs[x], generator)})
+            yield f"{x} {label}", held(spec, {**inputs, x: change(inputs[x], generator)})
     unbounded = [x for x in free if spec.inputs[x].domain is None]
     if {a, b} <= set(unbounded):
         inputs = drawn()
         for factor in (2 / inputs[a].shape[1], *_NEGATIVE):
             negative = {a: factor * inputs[a].abs(), b: -inputs[b].abs()}
-            yield "every product negative", _given(spec, inputs | negative)
-        yield "every product positive", _given(spec, inputs | {x: inputs[x].abs() for x in (a, b)})
+            yield "every product negative", held(spec, inputs | negative)
+        yield "every product positive", held(spec, inputs | {x: inputs[x].abs() for x in (a, b)})
     scalable = [x for x in free if _scalable(spec, x)]
     inputs = drawn()
     yield (
         "all inputs small together",
-        _given(spec, inputs | {x: _SMALL * inputs[x] for x in scalable}),
+        held(spec, inputs | {x: _SMALL * inputs[x] for x in scalable}),
     )
     for _ in range(_MIXES):
         inputs, words = drawn(), list[str]()
@@ -108,19 +108,19 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
             factor, alike = sign * rng.choice((1 / 64, 1.0, 64.0)), rng.random() < _ALIKE
             inputs[x] = factor * (abs(inputs[x]) if alike else inputs[x])
             words.append(f"|{x}| {factor:g}" if alike else f"{x} {factor:g}")
-        yield "inputs at scales of their own: " + ", ".join(words), _given(spec, inputs)
+        yield "inputs at scales of their own: " + ", ".join(words), held(spec, inputs)
     for _ in range(_SPREADS):
         inputs = drawn()
         spread = {x: _spread(inputs[x], x in (a, b), generator) for x in scalable}
-        yield "elements and rows at scales of their own", _given(spec, inputs | spread)
+        yield "elements and rows at scales of their own", held(spec, inputs | spread)
     if b in unbounded:
         inputs = drawn()
         alike = inputs[b][:1] + NEARLY * inputs[b]
         alike = {b: alike.float().double()}
-        yield "columns that nearly agree", _given(spec, inputs | alike)
+        yield "columns that nearly agree", held(spec, inputs | alike)
         if a in scalable:
             large = inputs[a] / NEARLY  # an epsilon is no more than what is left
-            yield "large columns that nearly agree", _given(spec, inputs | alike | {a: large})
+            yield "large columns that nearly agree", held(spec, inputs | alike | {a: large})
 
 
 def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Tensor:

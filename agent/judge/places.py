@@ -1,14 +1,17 @@
-"""Cases beyond the check shapes, for programs that read places.
+"""Cases beyond the check shapes, for programs and references that read places.
 
-A program can be right at the shapes that are checked and wrong further out. So it is evaluated
-around each of its constants, and as far out as the bench shapes reach: in tall and in wide outputs.
-Where the reference is the same function at every place, what the program makes of places alone is
-evaluated at all of them, and its places are moved to one of each kind. That meets a single tile.
+A program can be right at the shapes that are checked and wrong further out: it reads places, or it
+does not and the reference has a slice there. So it is evaluated around each whole number of both,
+and as far out as the bench shapes reach: in tall and in wide outputs. Where the reference is the
+same function at every place, what the program makes of places alone is evaluated at all of them,
+and its places are moved to one of each kind. That meets a single tile.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -20,6 +23,7 @@ from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, draw_inputs, run_reference
+from coda_agent.specs.defaults import up
 
 _OPS = "row_index", "column_index"
 _ELEMENTS = 2**22  # of a tall or wide output
@@ -31,6 +35,12 @@ _NEAR = 2**20  # rows and columns that are all looked at; beyond, those around c
 _KINDS, _PLACES = 512, 24  # kinds of rows, and of columns; of places that data meet
 
 
+_ARITHMETIC = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
+
+
 class Case(NamedTuple):
     """A shape and a program at moved places, with words for it."""
 
@@ -40,13 +50,14 @@ class Case(NamedTuple):
 
 
 def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Iterator[Case]:
-    """List a program's cases; none where it asks for no place."""
-    graph = program.graph
-    if not any(node.op in _OPS for node in graph.nodes):
+    """List a program's cases; none where neither it nor the reference asks for a place."""
+    graph, own = program.graph, far_numbers(spec)
+    asks = any(node.op in _OPS for node in graph.nodes)
+    if not asks and not own:
         return
-    numbers = constants(graph)
+    numbers = sorted({*constants(graph), *own})
     yield from _long_shapes(spec, program, numbers)
-    if len(spec.dims) == 3 and uniform(spec, binding):
+    if asks and len(spec.dims) == 3 and uniform(spec, binding):
         corners = {(_down(r, _STEP), _down(c, _ROLLED)) for r, c in witnesses(graph)}
         for row, column in sorted(corners - {(0, 0)}):
             label = f"from row {row} and column {column} on"
@@ -137,6 +148,23 @@ def constants(graph: Graph) -> list[int]:
     return sorted({round(x) for x in numbers if 2 <= x < _FARTHEST})[-_MOST:]
 
 
+def far_numbers(spec: Spec) -> list[int]:
+    """List the whole numbers of a reference that may bound a place beyond all check shapes."""
+    least = min(max(sizes[d] for sizes in spec.check_shapes) for d in spec.gemm_dims[:2])
+    values = {abs(_whole(node)) for node in ast.walk(ast.parse(spec.reference_source))}
+    return sorted(x for x in values if least <= x < _FARTHEST)[-_MOST:]
+
+
+def _whole(node: ast.AST) -> int:
+    """Compute a whole number that is written down; else 0."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and (apply := _ARITHMETIC.get(type(node.op))):
+        one, other = _whole(node.left), _whole(node.right)
+        return apply(one, other) if one and other else 0
+    return -_whole(node.operand) if isinstance(node, ast.UnaryOp) else 0
+
+
 def moved(program: Program, row: int, column: int) -> Program:
     """Move a program's places, as if its output began there."""
     offsets = {"row_index": row, "column_index": column}
@@ -153,11 +181,16 @@ def moved(program: Program, row: int, column: int) -> Program:
 
 
 def uniform(spec: Spec, binding: Mapping[str, str]) -> bool:
-    """Whether the reference is the same function in every place."""
+    """Whether the reference is the same function in every place.
+
+    One that has a number beyond the shape may go by places there.
+    """
     sizes, types = _uniform_shape(spec), spec.default_types()
+    m, n, _ = spec.gemm_dims
+    if any(x >= min(sizes[m], sizes[n]) for x in far_numbers(spec)):
+        return False
     inputs = draw_inputs(spec, sizes, types, seed=1, binding=binding)
     truth = run_reference(spec, inputs, binding=binding, exact=True)
-    m, n, _ = spec.gemm_dims
     for dim, shift in ((m, sizes[m] // 2), (n, _ROLLED)):
         part = Fraction(shift, sizes[dim])
         rolled = _rolled(spec, binding, inputs, dim, part)
@@ -188,7 +221,7 @@ def _uniform_shape(spec: Spec) -> dict[str, int]:
     base = dict(base_shape(spec))
     for dim, least in zip(spec.gemm_dims, (_STEP, 2 * _ROLLED), strict=False):
         if spec.dims[dim].only is None:
-            base[dim] = _up(max(least, base[dim]), spec.dims[dim].multiple_of)
+            base[dim] = up(max(least, base[dim]), spec.dims[dim].multiple_of)
     return base
 
 
@@ -206,12 +239,10 @@ def _long_shapes(spec: Spec, program: Program, numbers: list[int]) -> Iterator[C
         several = (s[other] for s in spec.check_shapes if s[other] > 1)
         few = min(several, default=base[other])
         reach = max([s[dim] for s in spec.bench_shapes] + [c + _STEP for c in numbers])
-        size = _up(min(reach, _ELEMENTS // few), spec.dims[dim].multiple_of)
+        if spec.dims[other].only is None and few * reach > _ELEMENTS:
+            few = up(min(few, max(2, _ELEMENTS // reach)), spec.dims[other].multiple_of)
+        size = up(min(reach, _ELEMENTS // few), spec.dims[dim].multiple_of)
         yield Case(f"{dim} = {size}", {**base, dim: size, other: few}, program)
-
-
-def _up(x: int, step: int) -> int:
-    return -(-x // step) * step
 
 
 def _down(x: int, step: int) -> int:

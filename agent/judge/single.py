@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.judge.compare import SAFETY, largest_change, least_of, unit_of
 from coda_agent.agent.judge.digits import tops
 from coda_agent.agent.judge.disturbance import Way, disturbed
-from coda_agent.agent.judge.draws import NEARLY, around, draw_doubles
+from coda_agent.agent.judge.draws import NEARLY, around, draw_doubles, held
 from coda_agent.agent.judge.records import Finding, Inputs
 from coda_agent.agent.judge.replaying import Replay, found_lost
 from coda_agent.agent.judge.runners import replayed
@@ -50,7 +50,7 @@ def cancelling_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[st
 
     spec, seen = variant.spec, dict[str, torch.Tensor]()
     inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
-    inputs[spec.gemm[0]] = _LARGE * inputs[spec.gemm[0]]
+    inputs = held(spec, inputs | {spec.gemm[0]: _LARGE * inputs[spec.gemm[0]]})
     free = {x for x, t in spec.inputs.items() if t.draw.kind != "integers"} - {*spec.gemm}
     places = {storage(v): x for x, v in inputs.items() if x in free and floating(v)}
 
@@ -72,7 +72,7 @@ def cancelling_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[st
     for x, value in seen.items():
         near = around({x: value}, generator, NEARLY)[x].float().double()
         near = near.clamp(*spec.inputs[x].domain or (-math.inf, math.inf))
-        yield f"{x} nearly cancels what it is added to", inputs | {x: near}
+        yield f"{x} nearly cancels what it is added to", held(spec, inputs | {x: near})
 
 
 def digits_fault(

@@ -135,3 +135,33 @@ def test_a_moved_program_computes_what_stands_there() -> None:
         moved(program, 5, 30), a, a[:, :8].repeat(2, 1), {"r": torch.ones(2)}, **options
     )
     assert out["O"].tolist() == [[530.0, 531.0, 532.0, 533.0], [630.0, 631.0, 632.0, 633.0]]
+
+
+AT_A_NUMBER = {
+    "a slice": ("y = torch.cat((z[:, :4096] * 0.1, z[:, 4096:]), 1)", "acc * 0.1"),
+    "rows": ("y = torch.cat((z[:600] * 0.1, z[600:]), 0)", "acc * 0.1"),
+    "a computed number": ("y = torch.cat((z[:, :8 * 512] * 0.1, z[:, 8 * 512:]), 1)", "acc * 0.1"),
+    "far columns": (
+        "y = torch.where(torch.arange(z.shape[1]) < 50257, z, -3.0)",
+        "acc",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_A_NUMBER)
+def test_a_program_without_the_references_places_is_refused(name: str) -> None:
+    body, expression = AT_A_NUMBER[name]
+    made = spec_of(f"{body}; return {{'O': (y * r).to(torch.bfloat16)}}", {"O": "{shape: [M, N]}"})
+    (message,) = faults(made, f"{expression} * r")
+    assert "is another function of the inputs (" in message
+
+
+def test_a_program_with_the_references_far_places_passes() -> None:
+    for axis, index in (("1", COLUMN), ("0", ROW)):
+        body = f"i = torch.arange(z.shape[{axis}]).reshape({'1, -1' if axis == '1' else '-1, 1'})"
+        body += "; return {'O': (torch.where(i < 50257, z, -3.0) * r).to(torch.bfloat16)}"
+        made = spec_of(body, {"O": "{shape: [M, N]}"})
+        assert not uniform(made, {})
+        assert faults(made, f"where(greater(50257.0, {index}), acc, -3.0) * r") == []
+        (message,) = faults(made, f"where(greater(50256.0, {index}), acc, -3.0) * r")
+        assert "is another function" in message
