@@ -27,6 +27,7 @@ from coda_agent.specs.defaults import up
 
 _OPS = "row_index", "column_index"
 _ELEMENTS = 2**22  # of a tall or wide output
+_FEW = 32  # rows or columns of the longest ones: B is as long
 _ROLLED = 256  # columns, a multiple of every group and pair
 _STEP = 128  # places are moved by a multiple of it, for the same reason
 _FARTHEST = 2**23  # float32 still tells neighbours apart
@@ -52,7 +53,7 @@ class Case(NamedTuple):
 def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Iterator[Case]:
     """List a program's cases; none where neither it nor the reference asks for a place."""
     graph, own = program.graph, far_numbers(spec)
-    asks = any(node.op in _OPS for node in graph.nodes)
+    asks = _asks(graph)
     if not asks and not own:
         return
     numbers = sorted({*constants(graph), *own})
@@ -62,6 +63,10 @@ def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Ite
         for row, column in sorted(corners - {(0, 0)}):
             label = f"from row {row} and column {column} on"
             yield Case(label, _uniform_shape(spec), moved(program, row, column))
+
+
+def _asks(graph: Graph) -> bool:
+    return any(node.op in _OPS for node in graph.nodes)
 
 
 def needless_draw(spec: Spec, program: Program, binding: Mapping[str, str]) -> bool:
@@ -229,7 +234,7 @@ def _long_shapes(spec: Spec, program: Program, numbers: list[int]) -> Iterator[C
     """List tall and wide shapes, else bench shapes with a short K."""
     m, n, k = spec.gemm_dims
     base = base_shape(spec)
-    if len(spec.dims) != 3:
+    if len(spec.dims) != 3 and _asks(program.graph):
         for sizes in spec.bench_shapes[:1]:
             yield Case("at a bench shape", {**sizes, k: base[k]}, program)
         return
@@ -240,7 +245,7 @@ def _long_shapes(spec: Spec, program: Program, numbers: list[int]) -> Iterator[C
         few = min(several, default=base[other])
         reach = max([s[dim] for s in spec.bench_shapes] + [c + _STEP for c in numbers])
         if spec.dims[other].only is None and few * reach > _ELEMENTS:
-            few = up(min(few, max(2, _ELEMENTS // reach)), spec.dims[other].multiple_of)
+            few = up(min(few, max(_FEW, _ELEMENTS // reach)), spec.dims[other].multiple_of)
         size = up(min(reach, _ELEMENTS // few), spec.dims[dim].multiple_of)
         yield Case(f"{dim} = {size}", {**base, dim: size, other: few}, program)
 

@@ -14,6 +14,7 @@ from coda_agent.primitives.errors import CodaError
 if TYPE_CHECKING:
     Rows = torch.Tensor | slice
 
+_WIDEST = 2**14
 _ROWS = 128  # rows the reference is run on: the worst ones
 _PARTS = (16, 32, 64, 128)  # K extents of one mainloop step
 _ALL = slice(None)
@@ -121,6 +122,8 @@ def _changes(about: WrongOutput, rows: Rows) -> Iterator[tuple[str, str, Inputs]
     for (x, v), (y, w) in itertools.combinations(others.items(), 2):
         if getattr(v, "shape", None) == getattr(w, "shape", None):
             yield "swapped_operands", f"{x} and {y} change places", {x: w, y: v}
+    if n > _WIDEST:  # what follows multiplies by a matrix of N x N: 20 GB of 50,000 columns
+        return
     acc, eye = a.new_zeros(m, n), torch.eye(n, dtype=a.dtype, device=a.device)
     acc[rows] = a[rows] @ b.mT
     for x, v in others.items():

@@ -223,6 +223,14 @@ def test_element_types() -> None:
         ("return x @ x.T", {"x": (S, S)}, "model.py: f multiplies x with itself (take one matrix"),
         ("return x @ w.T", {"x": (1, S), "w": (S, S)}, "model.py: the example of x has one row (g"),
         (
+            "return x * torch.sigmoid(x @ w.T)", {"x": (4 * S, S), "w": (S, S)},
+            "model.py: both extents of w are summed over, as an operand is read again (pass that",
+        ),
+        (
+            "return x + w @ x", {"x": (S, 4 * S), "w": (S, S)},
+            "model.py: both extents of w are summed over, as an operand is read again (pass that",
+        ),
+        (
             "return (x @ w.T).squeeze(-1)", {"x": (S, S), "w": (1, S)},
             "model.py: w has one row, so the product has one column (use torch.mv, or pad it",
         ),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from coda_agent.agent.authors.composer import Composer
-from coda_agent.agent.judge.compile_gate import compile_all, jobs_for, lacking
+from coda_agent.agent.judge.compile_gate import NEWER, compile_all, jobs_for, lacking
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.workspace import packaged_specs
 from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
@@ -143,6 +143,22 @@ def test_a_missing_instruction_refuses_the_default_tile_and_drops_another() -> N
     assert "expected HGMMA.F32.BF16" in findings[0].message
     assert all("expected HGMMA.F32.BF16" in (line.error or "") for line in reports)
     assert all(line.instructions and line.instructions["UTMALDG"] == 2 for line in reports)
+
+
+def test_what_fails_on_a_newer_gpu_alone_is_said_and_refuses_nothing() -> None:
+    jobs = [
+        CompileJob.of(plain, DEFAULT_CONFIGS[a], a, None, "bfloat16") for a in (*NEWER, "sm_90a")
+    ]
+
+    class Pool:
+        def map(self, jobs: list[Any], progress: Any) -> list[Any]:
+            found = {"HGMMA.F32.BF16": 4, "UTMALDG": 2, "UTMASTG": 8}
+            built = BuiltObject(object="x.o", registers=168, local_stores=0, instructions=found)
+            return [CompileError("no room"), CompileError("no room"), built]
+
+    findings, reports = compile_all(cast(Any, Pool()), jobs, lambda *_: None)
+    assert findings == []
+    assert [line.error for line in reports] == ["no room", "no room", None]
 
 
 def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile() -> None:
