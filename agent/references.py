@@ -20,7 +20,7 @@ from coda_agent.specs.source import Example, Source, axes_of
 
 _Result = TypeVar("_Result")
 _CAST = {
-    "bool": "such as a mask of 0 and 1 of which the function asks `> 0`",
+    "bool": "such as a bfloat16 mask of 0 and 1 of which the function asks `> 0`",
     "int8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
     "uint8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
 }

@@ -33,7 +33,7 @@ COMPARED = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten
 
 def is_backward(node: fx.Node) -> bool:
     """Whether a node belongs to a graph's backward pass."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -56,7 +56,7 @@ def mark_backward(graph: fx.Graph) -> None:
     AOTAutograd leaves out what the `backward` of a user's autograd.Function calls.
     """
     for node in made_of(graph, filter(is_tangent, graph.nodes)):
-        if node.op == "call_function":
+        if node.op == "call_function" and not is_backward(node):
             node.meta["partitioner_tag"] = "is_backward"
 
 
