@@ -7,6 +7,7 @@ and values. With a mask no flash kernel runs: a training step of Llama-3.2-1B, 4
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -162,8 +163,10 @@ def _unrepeated(x: Any) -> fx.Node | None:
     """Find the keys or values whose heads these repeat, each in turn."""
     expanded = _input(x, ("reshape",))
     single = _input(expanded, ("expand",))
-    heads = None if single is None else single.all_input_nodes[0]
-    if heads is None or expanded is None or single is None:
+    if expanded is None or single is None or not _adds_a_dim(single):
+        return None
+    heads = single.all_input_nodes[0]
+    if any(map(_version, (x, expanded, single, heads))):
         return None
     # (B, H, S, D), (B, H, 1, S, D), (B, H, G, S, D) and (B, G H, S, D)
     few, one, many, all_heads = (
@@ -174,6 +177,16 @@ def _unrepeated(x: Any) -> fx.Node | None:
     if many != [*few[:2], many[2], *few[2:]] or all_heads != [few[0], few[1] * many[2], *few[2:]]:
         return None
     return heads
+
+
+def _adds_a_dim(node: fx.Node) -> bool:
+    """Whether a node is another's heads in their order, with a dim more."""
+    if node.target == "unsqueeze":
+        return node.args[1:] == (2,)
+    index = node.args[1] if node.target is operator.getitem else None
+    if not isinstance(index, tuple) or len(node.all_input_nodes) != 1:
+        return False
+    return all(x is None or x is Ellipsis or x == slice(None) for x in index)
 
 
 def _input(node: object, names: tuple[str, ...]) -> fx.Node | None:

@@ -240,7 +240,8 @@ class _Some:
         args: Any = node.args
         target: Any = node.target
         if target not in PLAIN:
-            wide = cast_to(values[args[0]], torch.float32, like=zone.product)
+            kind = torch.float32 if args[0].meta["val"].is_floating_point() else torch.int64
+            wide = cast_to(values[args[0]], kind, like=zone.product)
             columns = target is aten.sum.dim_IntList
             return self._make(target if columns else aten.sum.default, wide, *([[0]] * columns))
         one: Any = args[0]

@@ -15,7 +15,8 @@ from torch import fx
 _POINTWISE = {"exp", "log", "neg", "mul", "sub", "add", "truediv", "div", "float", "to"}
 _ALONG_ROWS = {"logsumexp", "log_softmax", "softmax", "sum", "gather"}
 _SPLITS = ("split", "chunk", "unbind")
-_WRITES = {"setitem", "iadd", "isub", "imul", "itruediv"}
+_WRITES = {"setitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul",
+           "ior", "ipow", "irshift", "isub", "itruediv", "ixor"}  # fmt: skip
 _MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled"}
 _Parts = tuple[fx.Node, ...]
 
@@ -50,7 +51,12 @@ class _Loop:
         """Replace the call by one of all parts, where these are alike."""
         node, graph = self._node, self._node.graph
         parts: Any = node.args[0] if node.args else None
-        if _dim(node, 0) != 0 or not isinstance(parts, list | tuple) or len(parts) < 2:
+        if (
+            _dim(node, 0) != 0
+            or "out" in node.kwargs
+            or not isinstance(parts, list | tuple)
+            or len(parts) < 2
+        ):
             return False
         parts = tuple(parts)
         if not all(isinstance(x, fx.Node) for x in parts) or not self._match(parts):
@@ -80,7 +86,7 @@ class _Loop:
             self.wholes[parts] = source
             return True
         groups = [*zip(*(x.all_input_nodes for x in parts), strict=False)]
-        if len({*map(_form, parts)}) > 1 or not groups or not self._keeps_rows(parts[0]):
+        if len({*map(_form, parts)}) > 1 or not groups or not all(map(self._keeps_rows, parts)):
             return False
         if not all(map(self._match, groups)):
             return False
@@ -111,12 +117,14 @@ class _Loop:
         ndim = values[0].ndim
         if any(x.ndim != ndim for x in values):
             return False
+        firsts = [x.shape[0] for x in values if not self._is_stack]
+        alike = all(isinstance(x, int) and x == firsts[0] for x in firsts)  # a symbol may differ
+        if not alike and len(firsts) != 1:
+            return False
         if _name(node) in _ALONG_ROWS:
             dim = _dim(node, None)
             return isinstance(dim, int) and ndim > 1 - self._is_stack and dim % ndim == ndim - 1
-        firsts = [x.shape[0] for x in values if not self._is_stack]
-        alike = all(isinstance(x, int) and x == firsts[0] for x in firsts)  # a symbol may differ
-        return _name(node) in _POINTWISE and (alike or len(firsts) == 1)
+        return _name(node) in _POINTWISE
 
     def _call(self, parts: _Parts) -> None:
         """Make the call of all parts that these are of each."""
@@ -158,5 +166,12 @@ def _value(node: fx.Node) -> Any:
 def writes(node: fx.Node) -> bool:
     """Whether a call may write into what it is given, or changes what others do."""
     name, told = _name(node), {"out", "inplace"} & node.kwargs.keys()
-    in_place = name in (*_WRITES, *_MODES) or (name.endswith("_") and not name.endswith("__"))
+    if isinstance(node.target, torch._ops.OperatorBase):
+        schema = getattr(node.target, "_schema", None)  # a packet, or of higher order, has none
+        return schema is None or schema.is_mutable
+    in_place = (
+        name.strip("_") in _WRITES
+        or name in _MODES
+        or (name.endswith("_") and not name.endswith("__"))
+    )
     return in_place or bool(told) or any(x is True for x in node.args)  # `inplace`?

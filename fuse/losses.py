@@ -62,6 +62,8 @@ def _take_before(node: fx.Node) -> bool:
     product = chain[-1]
     if product.target not in _LINEAR or any(len(x.users) > 1 for x in chain):
         return False
+    if any(_value(x).ndim > 1 for x in product.all_input_nodes[2:]):
+        return False
     a, b = map(_value, product.args[:2])
     index = _of_rows(node.args[1], a.ndim)
     if product.kwargs or index is None or b.ndim != 2 or _value(node).ndim < 2:
@@ -93,7 +95,7 @@ def _of_rows(index: object, ndim: int) -> tuple[Any, ...] | None:
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (ndim - len(items) + 1)
-    plain = all(isinstance(x, int | slice) for x in items)
+    plain = all(isinstance(x, int | slice) and not isinstance(x, bool) for x in items)
     ends = [y for x in items if isinstance(x, slice) for y in (x.start, x.stop, x.step)]
     if not plain or any(isinstance(x, fx.Node) for x in ends):
         return None
@@ -136,6 +138,13 @@ def _mix(node: fx.Node) -> bool:
     pair, at = (*stack.args, stack.kwargs.get("dim", 0))[:2]
     _, dim = (*node.args, node.kwargs.get("dim"))[:2]
     if not isinstance(pair, list | tuple) or len(pair) != 2 or (dim, at) != (0, 0):
+        return False
+    if [*stack.users] != [node] or {"out"} & (stack.kwargs.keys() | node.kwargs.keys()):
+        return False
+    if not _value(stack).is_floating_point():
+        return False
+    first: Any = pair[0]
+    if any(map(writes, (x for x in node.graph.nodes if first < x < node))):
         return False
     with node.graph.inserting_before(node):
         mixed = node.graph.call_function(torch.logaddexp, tuple(pair))

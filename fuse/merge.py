@@ -23,6 +23,7 @@ from coda_agent.fuse.nodes import (
     are_products,
     is_backward,
     is_cheap,
+    is_turn,
     make,
     numel,
     root,
@@ -36,7 +37,7 @@ def merge_gradients(graph: fx.Graph) -> list[str]:
     groups: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         turned, x = node.args
-        if isinstance(turned, fx.Node) and turned.target in TURNS and isinstance(x, fx.Node):
+        if isinstance(turned, fx.Node) and is_turn(turned) and isinstance(x, fx.Node):
             (dy,) = turned.all_input_nodes
             # Beside a bias's sum, made with it, one product for three took 1 % more on an H100.
             if is_backward(node) and _is_made(dy) and are_products(dy.users):
@@ -117,7 +118,7 @@ def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
             values = [x.meta["val"] for x in (user, *user.all_input_nodes)]
             alike = len({(v.dtype, tuple(v.shape)) for v in values}) == 1
             return (node, user) if alike else None
-        if user.target not in VIEWS:
+        if user.target not in VIEWS or user.target in TURNS:
             return None
         node = user
     return None

@@ -76,6 +76,14 @@ def is_cheap(node: fx.Node) -> bool:
     return is_pointwise(node) or node.target in SHAPES
 
 
+def is_turn(node: fx.Node) -> bool:
+    """Whether a node is a matrix transposed."""
+    if node.target not in TURNS or node.meta["val"].ndim != 2:
+        return False
+    order: Any = node.args[1] if node.target is aten.permute.default else (1, 0)
+    return [d % 2 for d in order] == [1, 0]
+
+
 def is_repeated(node: fx.Node) -> bool:
     """Whether a node's value is fewer numbers, each at several places."""
     return node.target is aten.expand.default and numel(node) > numel(node.all_input_nodes[0])

@@ -32,7 +32,6 @@ from coda_agent.fuse.nodes import (
     cast_to,
     make,
     number,
-    root,
     shape_of,
 )
 from coda_agent.fuse.spelling import compare_floats, join_logsumexp, spell
@@ -67,6 +66,8 @@ def scale_first(graph: fx.Graph) -> None:
         largest = None if difference is None else call_of(difference.args[1], aten.amax.default)
         if difference is None or largest is None or largest.args[0] is not difference.args[0]:
             continue
+        if difference.kwargs:
+            continue
         if not isinstance(factor, int | float) or factor <= 0:
             continue
         x: Any = difference.args[0]
@@ -75,7 +76,7 @@ def scale_first(graph: fx.Graph) -> None:
         x = x.args[0]
         for user in [*node.users]:  # from torch 2.13 on the model's own is beside it
             if user.target is aten.where.self and user.args[1] is node:
-                if _is_scaled(user.args[2], node, x):
+                if _is_scaled(user.args[2], node, x, largest.args[1:]):
                     user.replace_all_uses_with(user.args[2])  # pyright: ignore[reportArgumentType]
         with graph.inserting_before(node):
             scaled = make(graph, node.target, x, factor, like=node)
@@ -84,16 +85,24 @@ def scale_first(graph: fx.Graph) -> None:
         node.replace_all_uses_with(result)
 
 
-def _is_scaled(node: Any, scaling: fx.Node, x: fx.Node) -> bool:
+def _is_scaled(node: Any, scaling: fx.Node, x: fx.Node, dims: object) -> bool:
     """Whether a node takes the largest off a row of x, scaled as by `scaling`."""
     difference = call_of(node, aten.sub.Tensor)
     largest = None if difference is None else call_of(difference.args[1], aten.amax.default)
     if difference is None or largest is None or largest.args[0] is not difference.args[0]:
         return False
-    scaled = root(largest.all_input_nodes[0], *CASTS)
+    if difference.kwargs or largest.args[1:] != dims:
+        return False
+    scaled = _uncast(largest.all_input_nodes[0])
     if scaled.target is not scaling.target or scaled.args[1:] != scaling.args[1:]:
         return False
-    return root(scaled.all_input_nodes[0], *CASTS) is root(x, *CASTS)
+    return _uncast(scaled.all_input_nodes[0]) is _uncast(x)
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    while node.target in CASTS:
+        (node,) = node.all_input_nodes
+    return node
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -158,7 +167,8 @@ def _factors(node: fx.Node) -> Iterator[fx.Node]:
         if node.target in _VIEWS and node.meta["val"].shape[-1] == source.meta["val"].shape[-1]:
             yield from _factors(source)
             return
-        if node.target in CASTS and source.meta["val"].is_floating_point():
+        types = [x.meta["val"].dtype for x in (node, source)]
+        if node.target in CASTS and all(t.is_floating_point and t.itemsize > 1 for t in types):
             yield from _factors(source)
             return
         other = node.args[1] if node.target is aten.mul.Tensor else None
@@ -236,6 +246,9 @@ def sum_of_one(graph: fx.Graph) -> list[str]:
                     hit = make(graph, aten.logical_and.default, above, below, like=node)
                     whole = make(graph, aten.mul.Tensor, row, value, like=node)
                     result = make(graph, aten.mul.Tensor, whole, hit, like=node)
+                    result = cast_to(result, node.meta["val"].dtype, like=node)
+                if result.meta["val"].shape != node.meta["val"].shape:
+                    continue
                 node.replace_all_uses_with(result)
                 moved.append(node.name)
                 break
@@ -259,6 +272,7 @@ def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:
         if isinstance(index, fx.Node) and index.target is aten.expand.default:
             index = index.args[0]
         is_row = isinstance(index, fx.Node) and _width(index) == 1
+        is_row = is_row and not index.meta["val"].is_floating_point()
         if is_row and (places := call_of(places, torch.ops.prims.iota.default)) is not None:
             start, step = places.kwargs.get("start"), places.kwargs.get("step")
             if (start, step, places.args[0]) == (0, 1, _width(at)):

@@ -103,6 +103,7 @@ def spell_views(graph: fx.Graph) -> None:
             node.replace_all_uses_with(view)
     for node in graph.find_nodes(op="call_function", target=aten.permute.default):
         x, order = node.args
+        order = [d % len(order) for d in order]
         ones = [d for d in order if is_one(x, d)]
         places = [d for d in order if d not in ones]
         if not x.meta["val"].is_contiguous():  # what follows was traced with other strides
@@ -145,6 +146,8 @@ def spell_indices(graph: fx.Graph) -> None:
         x, indices, *rest = node.args
         columns = _columns(x.meta["val"].shape, indices)
         if columns is None or SYMBOLIC in node.meta:  # sizes that are alike now may be others
+            continue
+        if not rest and node.meta["val"].shape != columns.meta["val"].shape:
             continue
         if rest and (rest[1:] != [True] or rest[0].meta["val"].shape != columns.meta["val"].shape):
             continue
@@ -243,13 +246,13 @@ def join_logsumexp(graph: fx.Graph) -> None:
         total = call_of(log.args[0], aten.sum.dim_IntList)
         shifted = call_of(None if total is None else call_of(total.args[0], aten.exp.default), None)
         difference = call_of(None if shifted is None else shifted.args[0], aten.sub.Tensor)
-        if total is None or difference is None:
+        if total is None or difference is None or difference.kwargs or total.kwargs:
             continue
         x, shift = difference.args
         dims: Any = total.args[1]
         chosen = call_of(shift, aten.where.self)  # torch.logsumexp takes no infinity off
         largest = call_of(shift if chosen is None else chosen.args[2], aten.amax.default)
-        if largest is None or largest.args[0] is not x or largest.args[1] != dims:
+        if largest is None or largest.args[0] is not x or largest.args[1:] != (dims, True):
             continue
         if chosen is not None and not _is_finite(chosen, largest):
             continue
@@ -258,7 +261,13 @@ def join_logsumexp(graph: fx.Graph) -> None:
             shifts = [root(u.all_input_nodes[-1], *_SQUEEZES) for u in users]
             if {u.target for u in users} - {aten.add.Tensor} or {*shifts} - {chosen}:
                 continue
-        elif len(total.args) < 3 or any(u.args != (difference, log) for u in users):
+            if any(u.kwargs or {shape_of(n) for n in (u, *u.all_input_nodes)} - {shape_of(log)}
+                   for u in users):  # fmt: skip
+                continue
+        elif len(total.args) < 3 or any(
+            u.target is not aten.sub.Tensor or u.kwargs or u.args != (difference, log)
+            for u in users
+        ):
             continue
         with graph.inserting_after(log):
             joined = make(graph, aten.logsumexp.default, x, dims, True, like=log)

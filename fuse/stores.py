@@ -10,8 +10,8 @@ from torch import fx
 from coda_agent.agent.authors.composer.calls import reached
 from coda_agent.fuse.nodes import (
     CASTS,
-    COMPARED,
     PRODUCTS,
+    SHAPES,
     SUM,
     VIEWS,
     alike,
@@ -27,8 +27,10 @@ from coda_agent.fuse.nodes import (
 
 aten = torch.ops.aten
 _EXTREMES = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
-_COMPARED_WITH = (aten.eq.Scalar, aten.ne.Scalar, aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar,
-                  aten.lt.Scalar)  # fmt: skip
+_SMOOTH = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.add.Scalar,
+           aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.exp.default, aten.tanh.default,
+           aten.sigmoid.default, aten.where.self, aten.clamp.default, aten.maximum.default,
+           aten.minimum.default, aten.abs.default, aten.relu.default)  # fmt: skip
 
 
 def stored_of(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -53,21 +55,32 @@ def compared_extremes(graph: fx.Graph) -> set[fx.Node]:
     is rounded otherwise: none may be equal. A gradient of `amax` was NaN by that.
     """
     found = set[fx.Node]()
-    for node in [n for n in graph.nodes if n.target in _EXTREMES]:
+    for node in [n for n in graph.nodes if n.target in _EXTREMES and not _is_guard(n)]:
         makers = reached([node], lambda n: () if n.target in PRODUCTS else n.all_input_nodes)
         products = {x for x in makers if x.target in PRODUCTS}
         own = reached([node], lambda n: [user for user in n.users if is_cheap(user)])
         made = made_of(graph, products)
         others = made - own
         mixed = {n for n in own - {node} if not others.isdisjoint(n.all_input_nodes)}
-        if any(n.target in COMPARED or _is_jump(n) for n in made_of(graph, mixed) & own):
+        if not all(map(_is_smooth, made_of(graph, mixed) & own)):
             found |= makers & made - products
     return found
 
 
-def _is_jump(node: fx.Node) -> bool:
-    """Whether a node compares with a number, or takes a sign."""
-    return node.target is aten.sign.default or node.target in _COMPARED_WITH
+def _is_guard(node: fx.Node) -> bool:
+    """Whether a largest is read where it is infinite alone, beside a log-sum-exp."""
+    return all(
+        user.target is aten.abs.default
+        or (user.target is aten.where.self and user.args[2].target is aten.logsumexp.default)  # pyright: ignore
+        for user in node.users
+    )
+
+
+def _is_smooth(node: fx.Node) -> bool:
+    """Whether a call is as near as what it is given."""
+    if node.target in CASTS:
+        return node.meta["val"].is_floating_point()
+    return node.target in (*_SMOOTH, *VIEWS, *SHAPES, torch.ops.prims.fma.default)
 
 
 def gathered_of(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:

@@ -133,7 +133,10 @@ class Layout:
         ndim = x.meta["val"].ndim
         if [d % ndim for d in (dims if isinstance(dims, list) else [dims])] != [ndim - 1]:
             return False
-        return node.target is not aten.gather.default or self.kind(index) > 0
+        if node.target is not aten.gather.default:
+            return True
+        rows = [_first(node).shape[:-1] for node in (x, *node.all_input_nodes[1:])]
+        return self.kind(index) > 0 and rows[0] == rows[1]
 
     def is_scattered(self, node: fx.Node) -> bool:
         """Whether rows of numbers are scattered into rows of zeros."""
@@ -144,6 +147,7 @@ class Layout:
             is_zeros(zeros)
             and dim % len(shape) == len(shape) - 1
             and index.meta["val"].shape == source.meta["val"].shape
+            and index.meta["val"].shape[:-1] == shape[:-1]
             and self.kind(source) > 0
             and self.is_wide(node)
         )

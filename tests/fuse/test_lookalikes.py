@@ -239,3 +239,92 @@ def test_parts_that_are_computed_under_autocast_stay_there() -> None:
     torch.compile(f, backend=seen)(torch.randn(2, 4))
     (names,) = graphs
     assert names.index("exp") < names.index("_exit_autocast")
+
+
+def a_distance_from_the_largest(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return (z.amax(-1, keepdim=True) - z + 1e-6).sqrt()
+
+
+def floors_of_shares(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w).abs() + 0.5
+    return (z / z.amax(-1, keepdim=True)).floor() + z
+
+
+def a_product_with_the_logarithm(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    z = z - z.amax(-1, keepdim=True)
+    return z * z.exp().sum(-1, keepdim=True).log()
+
+
+def one_hot_of_halves(x: Tensor, w: Tensor) -> Tensor:
+    hot = torch.where(torch.arange(M)[:, None] + 0.5 == torch.arange(N), 1.0, 0.0)
+    return (hot * product(x, w)[:, :1]).sum(-1, keepdim=True) + product(x, w).tanh()
+
+
+def a_permutation_from_the_end(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w.T)[None].permute(-1, 1, 0).float().tanh()
+
+
+def parts_that_are_written(x: Tensor, w: Tensor) -> Tensor:
+    a = product(x, w).log_softmax(-1)
+    s = torch.stack([a, (a * 2).log_softmax(-1)])
+    s[0] += 1.5
+    return s.logsumexp(0)
+
+
+def a_bias_of_each_row(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, torch.cat([w] * 8), torch.ones(M, 8 * N, dtype=torch.bfloat16))[1:].tanh()
+
+
+MORE = [
+    a_distance_from_the_largest, floors_of_shares, a_product_with_the_logarithm, one_hot_of_halves,
+    a_permutation_from_the_end, parts_that_are_written,
+    a_bias_of_each_row,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", MORE)
+def test_more_results_and_gradients_are_those_of_eager(function: Callable[..., Tensor]) -> None:
+    test_results_and_gradients_are_those_of_eager(function)
+
+
+def test_keys_that_are_written_or_turned() -> None:
+    q, k = (torch.randn(2, h, 24, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2))
+    mask = torch.ones(24, 24, dtype=torch.bool).tril()
+
+    def written(q: Tensor, k: Tensor) -> Tensor:
+        wide = k[:, :, None].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
+        wide[..., :8] = 0
+        return F.scaled_dot_product_attention(q, wide, wide, attn_mask=mask)
+
+    def turned(q: Tensor, k: Tensor) -> Tensor:
+        wide = k[:, [1, 0], None].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
+        return F.scaled_dot_product_attention(q, wide, wide, attn_mask=mask)
+
+    for f in (written, turned):
+        torch.testing.assert_close(torch.compile(f, backend=coda)(q, k), f(q, k))
+
+
+def test_loops_whose_parts_differ() -> None:
+    y, i = torch.randn(16, 64), torch.randint(0, 64, (8, 1))
+    buffer = torch.zeros(16, 64)
+
+    def fewer_rows(y: Tensor) -> Tensor:
+        return torch.cat(
+            [(a * 2).gather(-1, b) for a, b in zip(y.split(8), i.split(4), strict=True)]
+        )
+
+    def into_a_buffer(y: Tensor) -> Tensor:
+        torch.stack([part.exp() for part in y], out=buffer)
+        return buffer * 1
+
+    def written_between(y: Tensor) -> Tensor:
+        y = y * 1
+        z = y
+        a = z[0] * 2
+        y //= 2
+        return torch.stack([a, *(part * 2 for part in z[1:])])
+
+    for f in (fewer_rows, into_a_buffer, written_between):
+        torch.testing.assert_close(torch.compile(f, backend=coda)(y), f(y))
