@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,38 +99,21 @@ def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str
         torch.no_grad(),
     ):
         values: dict[fx.Node, Any] = {node: inputs[node].clone() for node in of}
-        with _Random(shown.device) as random:
+        cuda = [shown.device] if shown.device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):
+            before = _random_states(cuda)
             for node in [node for node in mask.graph.nodes if node in needed]:
                 values[node] = _call(node, values)
-        if random.drawn:
-            return "", of
+            if not all(map(torch.equal, before, _random_states(cuda))):
+                return "", of
         # A write to a part of a mask is nobody's argument, but Dynamo's tensors count it.
         if any(_version(node) != getattr(values[node], "_version", 0) for node in needed):
             return "", of
         return _word(values[mask]), of
 
 
-class _Random:
-    """Whether random numbers are drawn, which are then as before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        self.drawn = False
-
-    def _states(self) -> list[torch.Tensor]:
-        own = [torch.cuda.get_rng_state(self._cuda)] if self._cuda else []
-        return [torch.get_rng_state(), *own]
-
-    def __enter__(self) -> Self:
-        self._before = self._states()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        before = self._before
-        self.drawn = not all(map(torch.equal, before, self._states()))
-        torch.set_rng_state(before[0])
-        if self._cuda:
-            torch.cuda.set_rng_state(before[1], self._cuda)
+def _random_states(cuda: list[torch.device]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
 
 
 def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -63,7 +63,8 @@ def _is_made(node: fx.Node) -> bool:
     )
     if any(n.target in PRODUCTS for n in makers):
         return False
-    return root(node) not in makers or root(node).op == "call_function"
+    start = root(node)
+    return start not in makers or start.op == "call_function"
 
 
 def _merge(graph: fx.Graph, x: fx.Node, weights: Sequence[fx.Node], dys: Sequence[fx.Node]) -> None:

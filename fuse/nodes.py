@@ -27,8 +27,6 @@ TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SCATTERED = (aten.scatter_add.default, aten.scatter.src)
 SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
-COMPARED = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor,
-            aten.lt.Tensor)  # fmt: skip
 
 
 def is_backward(node: fx.Node) -> bool:

@@ -62,15 +62,10 @@ def scale_first(graph: fx.Graph) -> None:
     It multiplies them by the factor's sign, a 1 that a model does not have.
     """
     for node in [n for n in graph.nodes if n.target in (aten.mul.Tensor, aten.div.Tensor)]:
-        difference, factor = call_of(node.args[0], aten.sub.Tensor), node.args[1]
-        largest = None if difference is None else call_of(difference.args[1], aten.amax.default)
-        if difference is None or largest is None or largest.args[0] is not difference.args[0]:
+        largest, factor = _taken_off(node.args[0]), node.args[1]
+        if largest is None or not isinstance(factor, int | float) or factor <= 0:
             continue
-        if difference.kwargs:
-            continue
-        if not isinstance(factor, int | float) or factor <= 0:
-            continue
-        x: Any = difference.args[0]
+        x: Any = largest.args[0]
         if x.target is not aten.mul.Tensor or x.args[1] != 1:
             continue
         x = x.args[0]
@@ -85,13 +80,19 @@ def scale_first(graph: fx.Graph) -> None:
         node.replace_all_uses_with(result)
 
 
+def _taken_off(node: object) -> fx.Node | None:
+    """Find the largest of numbers that a node takes off them."""
+    difference = call_of(node, aten.sub.Tensor)
+    if difference is None or difference.kwargs:
+        return None
+    largest = call_of(difference.args[1], aten.amax.default)
+    return largest if largest is not None and largest.args[0] is difference.args[0] else None
+
+
 def _is_scaled(node: Any, scaling: fx.Node, x: fx.Node, dims: object) -> bool:
     """Whether a node takes the largest off a row of x, scaled as by `scaling`."""
-    difference = call_of(node, aten.sub.Tensor)
-    largest = None if difference is None else call_of(difference.args[1], aten.amax.default)
-    if difference is None or largest is None or largest.args[0] is not difference.args[0]:
-        return False
-    if difference.kwargs or largest.args[1:] != dims:
+    largest = _taken_off(node)
+    if largest is None or largest.args[1:] != dims:
         return False
     scaled = _uncast(largest.all_input_nodes[0])
     if scaled.target is not scaling.target or scaled.args[1:] != scaling.args[1:]:

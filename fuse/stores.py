@@ -17,6 +17,7 @@ from coda_agent.fuse.nodes import (
     alike,
     are_products,
     bytes_of,
+    call_of,
     copied,
     is_cheap,
     is_repeated,
@@ -71,7 +72,7 @@ def _is_guard(node: fx.Node) -> bool:
     """Whether a largest is read where it is infinite alone, beside a log-sum-exp."""
     return all(
         user.target is aten.abs.default
-        or (user.target is aten.where.self and user.args[2].target is aten.logsumexp.default)  # pyright: ignore
+        or (user.target is aten.where.self and call_of(user.args[2], aten.logsumexp.default))
         for user in node.users
     )
 

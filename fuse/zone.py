@@ -18,7 +18,6 @@ from torch import fx
 from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.fuse.nodes import (
     CASTS,
-    COMPARED,
     PLAIN,
     SCATTERED,
     TURNS,
@@ -36,6 +35,8 @@ SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.expand.default)  # fmt: skip
 REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
             aten.logsumexp.default, aten.argmax.default)  # fmt: skip
+_COMPARED = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor,
+             aten.lt.Tensor)  # fmt: skip
 SCALED = "float16 holds the gradients of a scaled loss alone"
 """Why the product of a loss in float16 is made again."""
 _PICKING = (aten.gather.default, aten.topk.default)
@@ -216,7 +217,7 @@ class Zone:
         # Rounded otherwise, the largest of a row may be none of its elements.
         made = made_of(self.product.graph, [self.product])
         for node in self.nodes:
-            if node.target in COMPARED and made.issuperset(node.all_input_nodes):
+            if node.target in _COMPARED and made.issuperset(node.all_input_nodes):
                 if len({*map(self.layout.kind, node.all_input_nodes)}) > 1:
                     raise Whole(f"{node.name} compares it with what was made of it before")
 

@@ -113,11 +113,49 @@ def another_between_products(x: Tensor, w: Tensor) -> Tensor:
     return Silu.apply(x @ w.T) @ w
 
 
+def a_distance_from_the_largest(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return (z.amax(-1, keepdim=True) - z + 1e-6).sqrt()
+
+
+def floors_of_shares(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w).abs() + 0.5
+    return (z / z.amax(-1, keepdim=True)).floor() + z
+
+
+def a_product_with_the_logarithm(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    z = z - z.amax(-1, keepdim=True)
+    return z * z.exp().sum(-1, keepdim=True).log()
+
+
+def one_hot_of_halves(x: Tensor, w: Tensor) -> Tensor:
+    hot = torch.where(torch.arange(M)[:, None] + 0.5 == torch.arange(N), 1.0, 0.0)
+    return (hot * product(x, w)[:, :1]).sum(-1, keepdim=True) + product(x, w).tanh()
+
+
+def a_permutation_from_the_end(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w.T)[None].permute(-1, 1, 0).float().tanh()
+
+
+def parts_that_are_written(x: Tensor, w: Tensor) -> Tensor:
+    a = product(x, w).log_softmax(-1)
+    s = torch.stack([a, (a * 2).log_softmax(-1)])
+    s[0] += 1.5
+    return s.logsumexp(0)
+
+
+def a_bias_of_each_row(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, torch.cat([w] * 8), torch.ones(M, 8 * N, dtype=torch.bfloat16))[1:].tanh()
+
+
 LOOKALIKES: list[Callable[[Tensor, Tensor], Tensor]] = [
     a_softmax_by_hand, scaled_by_its_largest, the_largest_of_a_gelu, the_smallest_of_columns,
     places_of_the_largest, no_less_than_the_largest, a_masked_scaled_softmax, a_masked_difference,
     a_shift_of_choice, gathered_of_one_row, a_value_and_itself, a_function_of_the_users,
     another_between_products,
+    a_distance_from_the_largest, floors_of_shares, a_product_with_the_logarithm, one_hot_of_halves,
+    a_permutation_from_the_end, parts_that_are_written, a_bias_of_each_row,
 ]  # fmt: skip
 
 
@@ -239,54 +277,6 @@ def test_parts_that_are_computed_under_autocast_stay_there() -> None:
     torch.compile(f, backend=seen)(torch.randn(2, 4))
     (names,) = graphs
     assert names.index("exp") < names.index("_exit_autocast")
-
-
-def a_distance_from_the_largest(x: Tensor, w: Tensor) -> Tensor:
-    z = product(x, w)
-    return (z.amax(-1, keepdim=True) - z + 1e-6).sqrt()
-
-
-def floors_of_shares(x: Tensor, w: Tensor) -> Tensor:
-    z = product(x, w).abs() + 0.5
-    return (z / z.amax(-1, keepdim=True)).floor() + z
-
-
-def a_product_with_the_logarithm(x: Tensor, w: Tensor) -> Tensor:
-    z = product(x, w)
-    z = z - z.amax(-1, keepdim=True)
-    return z * z.exp().sum(-1, keepdim=True).log()
-
-
-def one_hot_of_halves(x: Tensor, w: Tensor) -> Tensor:
-    hot = torch.where(torch.arange(M)[:, None] + 0.5 == torch.arange(N), 1.0, 0.0)
-    return (hot * product(x, w)[:, :1]).sum(-1, keepdim=True) + product(x, w).tanh()
-
-
-def a_permutation_from_the_end(x: Tensor, w: Tensor) -> Tensor:
-    return (x @ w.T)[None].permute(-1, 1, 0).float().tanh()
-
-
-def parts_that_are_written(x: Tensor, w: Tensor) -> Tensor:
-    a = product(x, w).log_softmax(-1)
-    s = torch.stack([a, (a * 2).log_softmax(-1)])
-    s[0] += 1.5
-    return s.logsumexp(0)
-
-
-def a_bias_of_each_row(x: Tensor, w: Tensor) -> Tensor:
-    return F.linear(x, torch.cat([w] * 8), torch.ones(M, 8 * N, dtype=torch.bfloat16))[1:].tanh()
-
-
-MORE = [
-    a_distance_from_the_largest, floors_of_shares, a_product_with_the_logarithm, one_hot_of_halves,
-    a_permutation_from_the_end, parts_that_are_written,
-    a_bias_of_each_row,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", MORE)
-def test_more_results_and_gradients_are_those_of_eager(function: Callable[..., Tensor]) -> None:
-    test_results_and_gradients_are_those_of_eager(function)
 
 
 def test_keys_that_are_written_or_turned() -> None:

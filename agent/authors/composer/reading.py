@@ -136,9 +136,12 @@ class Reading:
             raise Refusal(error.message, error.hint, output=next(wide, "")) from None
         # A mean that is a sum by a number, and a range of columns, hold at the call's sizes only.
         bound = result.parts or any(kind is RowMean for kind in program.outputs.values())
-        checked = rewrite(replace(problem, counts={})) if bound else result
+        checked, tried = result, program
+        if bound:
+            checked = rewrite(replace(problem, counts={}))
+            tried = program_of(checked)
         other = problem if result.parts else self._problem(turn=4)
-        check_numbers(other, program_of(checked), checked.parts)
+        check_numbers(other, tried, checked.parts)
         self.parts = result.parts
         return result, program
 
