@@ -107,6 +107,109 @@ def test_rotated_queries_and_keys_and_values_are_one_kernel(
     assert {*program["operands"].values()} <= {"PositionTable", "RowVector"}
 
 
+def by_split(y: Tensor, heads: int, kv: int, width: int) -> list[Tensor]:
+    parts = y.split([heads * width, kv * width, kv * width], -1)
+    return [t.unflatten(-1, (-1, width)) for t in parts]
+
+
+def by_heads(y: Tensor, heads: int, kv: int, width: int) -> list[Tensor]:
+    y = y.unflatten(-1, (-1, width))
+    return [y[..., :heads, :], y[..., heads : heads + kv, :], y[..., heads + kv :, :]]
+
+
+def by_thirds(y: Tensor, heads: int, kv: int, width: int) -> list[Tensor]:
+    y = y.reshape(2, -1, 3, heads, width).permute(2, 0, 1, 3, 4)
+    return [t.flatten(0, 1) for t in y.unbind(0)]
+
+
+def packed(parted: Any, heads: int, kv: int, width: int) -> Callable[..., tuple[Tensor, ...]]:
+    """Queries, keys and values of one weight."""
+
+    def function(x: Tensor, cos: Tensor, sin: Tensor, w: Tensor, *bias: Tensor) -> Any:
+        y = F.linear(x, w, *bias)
+        q, k, v = parted(y if bias else y * 0.5, heads, kv, width)
+        cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+        return *(t * cos + by_chunks(t) * sin for t in (q, k)), v
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("parted", "heads", "kv", "biased"),
+    [(by_split, 4, 2, True), (by_heads, 4, 1, False), (by_thirds, 2, 2, True)],
+)
+def test_parts_of_one_weight_are_rotated_apart(
+    parted: Any, heads: int, kv: int, biased: bool
+) -> None:
+    x, cos, sin, *_ = given(64, 4, 2, biased=False, permuted=False)
+    n = (heads + 2 * kv) * 64
+    args = [x, cos, sin, drawn(n, D), *([drawn(n)] if biased else [])]
+    shown = compared(packed(parted, heads, kv, 64), args)
+    assert rotates(shown)
+    ((_, program),) = shown.kernels
+    assert str(program["nodes"]).count("rotate_half") == 1  # queries and keys alike
+    assert len(program["outputs"]) == 1
+
+
+def test_parts_of_one_transposed_weight_have_gradients() -> None:
+    x, cos, sin, *_ = given(64, 4, 2, biased=False, permuted=False)
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        c, s = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+        q, k, v = by_split(torch.addmm(b, x, w), 4, 2, 64)
+        q, k = (t * c + by_chunks(t) * s for t in (q, k))
+        return torch.cat([q.sin(), k.cos(), v.exp()], 1)
+
+    shown = both(function, [x, drawn(D, 512), drawn(512)])
+    assert sum("rotate_half(" in text for text, _ in shown.kernels) == 1
+
+
+def overlapping(y: Tensor) -> tuple[Tensor, ...]:
+    return y[:, :256].sigmoid(), y[:, 128:].exp()
+
+
+def with_the_whole(y: Tensor) -> tuple[Tensor, ...]:
+    return y[:, :256].sigmoid(), y[:, 256:].exp(), y.relu()
+
+
+def with_a_gap(y: Tensor) -> tuple[Tensor, ...]:
+    return y[:, :128].sigmoid(), y[:, 256:].exp()
+
+
+def with_rows_left_out(y: Tensor) -> tuple[Tensor, ...]:
+    return y[:32, :256].sigmoid(), y[:, 256:].exp()
+
+
+def in_turns(y: Tensor) -> tuple[Tensor, ...]:
+    return y[:, ::2].sigmoid(), y[:, 1::2].exp()
+
+
+def by_head(y: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = y.unflatten(-1, (2, 3, -1)).unbind(-2)
+    return q.sigmoid(), k.exp(), v.relu()
+
+
+def twice(y: Tensor) -> tuple[Tensor, ...]:
+    return y[:, :256].sigmoid(), y[:, :256].exp(), y[:, 256:]
+
+
+def with_a_statistic(y: Tensor) -> tuple[Tensor, ...]:
+    latent, pe = y.split([256, y.shape[1] - 256], -1)
+    return F.rms_norm(latent, (256,)), pe.sin()
+
+
+@pytest.mark.parametrize(
+    "parted",
+    [
+        *(overlapping, with_the_whole, with_a_gap, with_rows_left_out),
+        *(in_turns, by_head, twice, with_a_statistic),
+    ],
+)
+def test_columns_that_are_taken_apart_otherwise_are_right(parted: Any) -> None:
+    shown = compared(lambda x, w: parted(F.linear(x, w)), [drawn(48, D), drawn(384, D)])
+    assert len(shown.kernels) <= 1
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_forward_pass_with_gradients_rotates_in_the_kernel(biased: bool) -> None:
     x, cos, sin, *weights = given(64, 4, 2, biased=biased, permuted=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -213,10 +213,15 @@ def apply(op: str, *args: Expr | float) -> Expr:
     return make(op, x, *others)
 
 
-def before_column(stop: float, value: Expr, other: Expr) -> Expr:
-    """`value` in the columns before one, `other` in the rest."""
-    column = make("column_index", dims=frozenset("N"))
-    return make("where", make("greater", const(stop), column), value, other)
+def by_columns(ranges: Sequence[tuple[float, Expr]]) -> Expr:
+    """The value of each range of columns; a range ends before a column, the last with all."""
+    *others, (_, following) = ranges
+    result, column = following, make("column_index", dims=frozenset("N"))
+    for stop, value in reversed(others):
+        if value != following:
+            before = make("greater", const(float(stop)), column)
+            result, following = make("where", before, value, result), value
+    return result
 
 
 def _within_gather(op: str, args: tuple[Expr, ...], index: Expr) -> Expr:

@@ -9,14 +9,13 @@ import torch
 
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.emit import program_of
-from coda_agent.agent.authors.composer.expression import Expr, before_column, walk
-from coda_agent.agent.authors.composer.ports import Port
+from coda_agent.agent.authors.composer.expression import Expr, by_columns, walk
+from coda_agent.agent.authors.composer.ports import Port, side_by_side
 from coda_agent.agent.authors.composer.problem import Refusal, Rewritten
-from coda_agent.agent.authors.composer.retrace import plain
+from coda_agent.agent.authors.composer.retrace import SLICE, plain
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
 
-_SLICE = torch.ops.aten.slice.Tensor
 _FOR_ROWS, _REPEATED = ("Scalar", "ColVector"), "PositionTable"
 
 
@@ -51,8 +50,8 @@ def joined(parts: Sequence[Composition]) -> Composition:
     total = starts[-1] + parts[-1].extents["N"]
     operands, kinds, values = _operands(parts, starts, total)
     outputs: dict[str, Port] = {}
-    stored: dict[str, dict[int, Expr]] = {}
-    for at, (part, start, expressions) in enumerate(zip(parts, starts, values, strict=True)):
+    stored: dict[str, list[tuple[float, Expr]]] = {}
+    for part, start, expressions in zip(parts, starts, values, strict=True):
         stop = start + part.extents["N"]
         for i, (graph_name, port) in enumerate(part.outputs.items()):
             if part.rewritten.outputs[port.name] != "Tile":
@@ -60,32 +59,22 @@ def joined(parts: Sequence[Composition]) -> Composition:
                 message = f"output {graph_name!r} is a {kind} of one of several products"
                 raise Refusal(message, "make a kernel of each", port.node)
             name = [*first.outputs][i] if i < len(first.outputs) else graph_name
-            stored.setdefault(name, {})[at] = expressions[port.name]
-            back = ((_SLICE, (1, start, stop)), *port.back)
+            stored.setdefault(name, []).append((stop, expressions[port.name]))
+            back = ((SLICE, (1, start, stop)), *port.back)
             outputs[graph_name] = replace(port, name=name, back=back)
-    columns = [p.extents["N"] for p in parts]
-    chosen = {x: _chosen(exprs, columns) for x, exprs in stored.items()}
+    chosen = {x: by_columns(exprs) for x, exprs in stored.items()}
     chosen = dict(zip(chosen, canonical([*chosen.values()]), strict=True))
     types = {x: {p.dtype for p in outputs.values() if p.name == x} for x in chosen}
     if any(len(t) > 1 for t in types.values()):
         raise Refusal("stores parts of one product in several types", "make a kernel of each")
     rewritten = Rewritten(first.rewritten.name, kinds, dict.fromkeys(chosen, "Tile"), chosen)
-    b = Port("B", None, (), (), first.b.dtype, tuple(p.b for p in parts), 0)
+    b = side_by_side("B", [p.b for p in parts])
     extents = {**first.extents, "N": total}
     try:
         program = program_of(rewritten)
     except ProgramError as error:
         raise Refusal(error.message, error.hint) from None
     return Composition(program, first.a, b, operands, outputs, extents, rewritten)
-
-
-def _chosen(values: Mapping[int, Expr], columns: Sequence[int]) -> Expr:
-    """The value of each part's range of columns, or any other."""
-    result = values[max(values)]
-    for at in sorted(values, reverse=True):
-        if values[at] != result:
-            result = before_column(float(sum(columns[: at + 1])), values[at], result)
-    return result
 
 
 def _operands(
@@ -98,9 +87,9 @@ def _operands(
         [x for x, kind in p.rewritten.operands.items() if kind == "RowVector"] for p in parts
     ]
     for i, names in enumerate(zip(*vectors, strict=False)):
-        ports = tuple(p.operands[x] for p, x in zip(parts, names, strict=True))
+        ports = [p.operands[x] for p, x in zip(parts, names, strict=True)]
         name = vectors[0][i]
-        operands[name] = Port(name, None, (), (), ports[0].dtype, ports, 0)
+        operands[name] = side_by_side(name, ports)
         kinds[name] = "RowVector"
     values: list[dict[str, Expr]] = []
     for part, start, own in zip(parts, starts, vectors, strict=True):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from coda_agent.agent.authors.composer.codes import Codes, Elements, Frame
-from coda_agent.agent.authors.composer.expression import Expr, before_column, group_width, make
+from coda_agent.agent.authors.composer.expression import Expr, by_columns, group_width, make
 from coda_agent.agent.authors.composer.halves import Halves
 from coda_agent.agent.authors.composer.parts import Parts
 from coda_agent.agent.authors.composer.problem import Problem
@@ -194,12 +194,12 @@ class Layout:
         starts = [0, *(1 + (numbers.diff() != 0).nonzero().flatten()).tolist(), len(numbers)]
         if len(starts) > 8:
             return None
-        found: Expr | None = None
-        for start, stop in reversed([*itertools.pairwise(starts)]):
+        found: list[tuple[float, Expr]] = []
+        for start, stop in itertools.pairwise(starts):
             expr = self.codes.first(codes[0, start:])
             if not expr.dims <= {"M", "N"}:
                 return None
             if not codes[:, start:stop].equal(self.codes.grid(expr, ("M", "N"))[:, start:stop]):
                 return None
-            found = expr if found is None else before_column(float(stop), expr, found)
-        return found
+            found.append((stop, expr))
+        return by_columns(found)

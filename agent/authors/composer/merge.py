@@ -12,7 +12,7 @@ from torch import fx
 from coda_agent.agent.authors.composer.axes import PRODUCTS
 from coda_agent.agent.authors.composer.calls import name_of, shape_of
 from coda_agent.agent.authors.composer.problem import Refusal
-from coda_agent.agent.authors.composer.retrace import Retraced, needs_product
+from coda_agent.agent.authors.composer.retrace import TURN, Retraced, Step, needs_product
 
 aten = torch.ops.aten
 
@@ -22,10 +22,10 @@ Packed = tuple[tuple["Piece", ...], int]
 
 
 class Piece(NamedTuple):
-    """A value of the original graph, its dims exchanged where `turned`."""
+    """A value of the original graph, and views of it."""
 
     node: fx.Node
-    turned: bool
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,14 @@ def _side_by_side(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
             scaled = graph.call_function(aten.mul.Tensor, (whole, factor))
         _value(scaled, shape_of(whole), every[0])
         whole = scaled
-    start = 0
+    start, parts = 0, dict[fx.Node, fx.Node]()
     for node, width in zip(every, widths, strict=True):
         with graph.inserting_before(node):
             part = graph.call_function(aten.slice.Tensor, (whole, 1, start, start + width))
         part.meta = dict(node.meta)
-        traced.replace(node, part)
+        parts[node] = part
         start += width
+    traced.replace(parts)
     return Merged({place: (pieces, 0)}, b=place)
 
 
@@ -141,14 +142,14 @@ def _piece(traced: Retraced, product: fx.Node, side: int) -> Piece:
     """One side of a product as an original value, (rows, K)."""
     operand = product.args[side]
     assert isinstance(operand, fx.Node)
+    turned = TURN * bool(side)
     if side and name_of(operand) in ("permute", "t", "transpose"):
         inner = operand.args[0]
-        if isinstance(inner, fx.Node) and len(shape_of(inner)) == 2:
-            if (user := traced.user(inner)) is not None:
-                return Piece(user, False)
+        if isinstance(inner, fx.Node) and len(shape_of(inner)) == 2 and traced.user(inner):
+            operand, turned = inner, ()
     if (user := traced.user(operand)) is None:
         raise Refusal("has an operand that is no value of the graph", "", product)
-    return Piece(user, bool(side))
+    return Piece(user, traced.part(operand) + turned)
 
 
 def _place(graph: fx.Graph, name: str, shape: Sequence[int], like: object) -> fx.Node:

@@ -92,7 +92,7 @@ class Order:
         kept = [1 if i in reduced else shape[i] for i in left]
         _like(again, node, kept)
         back.meta = dict(node.meta)
-        traced.replace(node, back)
+        traced.replace({node: back})
         return True
 
 

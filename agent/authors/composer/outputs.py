@@ -13,7 +13,7 @@ from coda_agent.agent.authors.composer.expression import (
     NEXT,
     REDUCTIONS,
     Expr,
-    before_column,
+    by_columns,
     walk,
 )
 from coda_agent.agent.authors.composer.layout import Layout
@@ -95,10 +95,7 @@ class Outputs:
             outputs.pop(name)
             values.pop(name)
         for name, several in chosen.items():
-            *others, (_, result) = several
-            for stop, value in reversed(others):
-                result = value if value == result else before_column(stop, value, result)
-            outputs[name], values[name] = "Tile", result
+            outputs[name], values[name] = "Tile", by_columns(several)
 
     def one(self, name: str, value: object) -> tuple[Expr, str]:
         """What an output holds, and its kind.

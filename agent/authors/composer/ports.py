@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,14 +14,12 @@ from torch import fx
 from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.resize import Roles
-from coda_agent.agent.authors.composer.retrace import SYMBOLIC, Retraced
+from coda_agent.agent.authors.composer.retrace import SLICE, SYMBOLIC, TURN, Retraced, Step
 from coda_agent.primitives import ColIndex, ColVector, HalfTile, RowVector, Scalar, Tile, WideTile
 from coda_agent.primitives.groups import GROUP_TILES
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.tables import Table
 
-Step = tuple[Any, tuple[Any, ...]]
-"""An operation of ATen that views a tensor, and its further arguments."""
 _RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.default
 
 
@@ -198,6 +197,25 @@ class Port:
     def restored(self, x: Any, sized: Sized = list) -> Any:
         """The graph's tensor, of the kernel's."""
         return applied(self.back, x, sized)
+
+
+def side_by_side(name: str, ports: Sequence[Port]) -> Port:
+    """Several ports as one along its first dim; ranges that are all of a tensor are that one."""
+    several = Port(name, None, (), (), ports[0].dtype, tuple(ports), 0)
+    first, steps = ports[0].node, ports[0].steps[1:]
+    dim = int(steps == TURN)
+    if (
+        first is None
+        or steps not in ((), TURN)
+        or any((p.node, p.steps[1:]) != (first, steps) for p in ports)
+    ):
+        return several
+    cuts = [p.steps[0] for p in ports if p.steps]
+    stops = [arguments[2] for view, arguments in cuts if view is SLICE]
+    ranges = [(SLICE, (dim, *pair)) for pair in itertools.pairwise((0, *stops))]
+    if cuts != ranges or stops[-1:] != [first.meta["val"].shape[dim]]:
+        return several
+    return replace(several, node=first, steps=steps, parts=())
 
 
 Sized = Callable[[Sequence[int]], list[Any]]

@@ -21,7 +21,6 @@ from coda_agent.agent.authors.composer.order import Order
 from coda_agent.agent.authors.composer.ports import (
     Port,
     Stand,
-    Step,
     applied,
     entering,
     extents_of_call,
@@ -29,15 +28,12 @@ from coda_agent.agent.authors.composer.ports import (
 )
 from coda_agent.agent.authors.composer.problem import Columns, Problem, Refusal, Rewritten, Slot
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
-from coda_agent.agent.authors.composer.retrace import Retraced
+from coda_agent.agent.authors.composer.retrace import SLICE, Retraced, Step
 from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.agent.authors.composer.sources import VIEWS, Sources
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import RowMean, WideTile
-
-SLICE = torch.ops.aten.slice.Tensor
-TURN: tuple[Step, ...] = ((torch.ops.aten.permute.default, ([1, 0],)),)
 
 
 class Reordered(Exception):
@@ -178,10 +174,11 @@ class Reading:
     def _port(self, name: str, node: fx.Node, stand: Stand) -> Port:
         steps, back = tuple(stand.steps(self._sizes)), tuple(stand.back(self._sizes))
         dtype = node.meta["val"].dtype
+        steps = self.traced.part(node) + steps
         if node not in self.merged.packed:
             return Port(name, self.traced.user(node), steps, back, dtype)
         pieces, dim = self.merged.packed[node]
-        parts = tuple(Port(name, x, TURN * turned, (), dtype) for x, turned in pieces)
+        parts = tuple(Port(name, x, views, (), dtype) for x, views in pieces)
         return Port(name, None, steps, back, dtype, parts, dim)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,10 @@ from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.specs.recording import alone
 
 aten = torch.ops.aten
+Step = tuple[Any, tuple[Any, ...]]
+"""An operation of ATen that views a tensor, and its further arguments."""
+SLICE = aten.slice.Tensor
+TURN: tuple[Step, ...] = ((aten.permute.default, ([1, 0],)),)
 ORIGIN = "origin"
 SYMBOLIC = "symbolic"
 """Where nodes of a graph some of whose sizes are symbols have their values; `val` has numbers."""
@@ -35,6 +39,7 @@ class Retraced:
     def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
         self.module, self.graph, self._nodes = module, module.graph, nodes
         self._users: dict[fx.Node, fx.Node] = {}
+        self._ranges: dict[fx.Node, Step] = {}
         for user, node in nodes.items():
             self._users.setdefault(node, user)
         (self._output,) = (n for n in self.graph.nodes if n.op == "output")
@@ -72,15 +77,38 @@ class Retraced:
         with self.graph.inserting_before(first):
             place = self.graph.placeholder(node.name)
         place.meta = {"val": node.meta["val"]}
-        self.replace(node, place)
+        self.replace({node: place})
         return place
 
-    def replace(self, node: fx.Node, other: fx.Node) -> None:
-        """Let another node have the value of one."""
-        if node in self._users:
-            self._users[other] = self._users[node]
-        self._nodes = {user: other if n is node else n for user, n in self._nodes.items()}
-        node.replace_all_uses_with(other)
+    def enter_range(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        """Let part of an original value enter the graph.
+
+        Raises:
+            Refusal: it is no original value.
+        """
+        if (user := self._users.get(node)) is None:
+            raise Refusal("takes part of what is no value of the graph", "", self.origin(node))
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            place = self.graph.placeholder(user.name)
+        place.target = place.name  # another than that of another part
+        shape = [*node.meta["val"].shape]
+        shape[dim] = stop - start
+        place.meta = {"val": torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")}
+        self._users[place] = user
+        self._ranges[place] = SLICE, (dim, start, stop)
+        return place
+
+    def part(self, node: fx.Node) -> tuple[Step, ...]:
+        """The view that takes a placeholder's part of its original value."""
+        return (self._ranges[node],) if node in self._ranges else ()
+
+    def replace(self, values: Mapping[fx.Node, fx.Node]) -> None:
+        """Let other nodes have the values of some."""
+        for node, other in values.items():
+            if node in self._users:
+                self._users[other] = self._users[node]
+            node.replace_all_uses_with(other)
+        self._nodes = {user: values.get(node, node) for user, node in self._nodes.items()}
         self.clean()
 
     def clean(self) -> None:

@@ -4,14 +4,18 @@
   A, and products that are summed, become one (`merge`).
 - Dims get their roles by what the graph does with them (`axes`); at small sizes of each role's own
   (`resize`) the rewriter reads it, and another choice of sizes checks what came out (`reading`).
-- Outputs that need different products of one A are programs of their own, joined (`join`).
+- Outputs that need different products of one A, or columns of one product that are taken apart
+  (`apart`), are programs of their own, joined (`join`).
 - What no product is needed for, and no program reads, is left outside: the kernel takes its result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
+from coda_agent.agent.authors.composer.apart import take_apart
 from coda_agent.agent.authors.composer.calls import ancestors, shape_of
 from coda_agent.agent.authors.composer.emit import program_of
 from coda_agent.agent.authors.composer.join import Composition, joined
@@ -36,21 +40,44 @@ def compose_graph(graph: fx.Graph) -> Composition:
         Refusal: no program computes it; names the node that is the reason.
     """
     traced = retraced(graph)
-    pieces = _pieces(traced)
-    if len(pieces) == 1:
-        summed = _but_longest(traced)
+    pieces = _pieces(traced) if take_apart(traced) else []
+    if len(pieces) < 2:
+        return _whole(graph)
+    try:
+        return _side_by_side(graph, pieces, take_apart)
+    except Refusal as refusal:  # it is of what is looked at more closely
         try:
-            return _composed(traced)
+            return _whole(graph)
         except Refusal:
-            if not summed:
-                raise
-        traced = retraced(graph)
-        for node in _but_longest(traced):
-            traced.enter(node)
+            raise refusal from None
+
+
+def _whole(graph: fx.Graph) -> Composition:
+    """Compose products as they are."""
+    traced = retraced(graph)
+    pieces = _pieces(traced)
+    if len(pieces) > 1:
+        return _side_by_side(graph, pieces)
+    summed = _but_longest(traced)
+    try:
         return _composed(traced)
+    except Refusal:
+        if not summed:
+            raise
+    traced = retraced(graph)
+    for node in _but_longest(traced):
+        traced.enter(node)
+    return _composed(traced)
+
+
+def _side_by_side(
+    graph: fx.Graph, pieces: list[list[str]], change: Callable[[Retraced], object] = bool
+) -> Composition:
+    """Compose a program for each of several lists of outputs; join them."""
     parts = []
     for piece in pieces:
         traced = retraced(graph)
+        change(traced)
         traced.returning([traced.outputs[x] for x in piece])
         parts.append(_composed(traced))
     return joined(parts)
@@ -64,7 +91,7 @@ def _but_longest(traced: Retraced) -> list[fx.Node]:
 
 
 def _pieces(traced: Retraced) -> list[list[str]]:
-    """Names of outputs, together where they need the same product."""
+    """Names of outputs, together where they need the same product, in the products' order."""
     every = products(traced.graph)
     if len({id(node.args[0]) for node in every}) != 1:
         return [[*traced.results]]
@@ -78,7 +105,7 @@ def _pieces(traced: Retraced) -> list[list[str]]:
             else:
                 apart.append((others, known))
         pieces = [*apart, (needs, names)]
-    return [names for _, names in pieces]
+    return [names for _, names in sorted(pieces, key=lambda piece: min(piece[0]))]
 
 
 def _composed(traced: Retraced) -> Composition:

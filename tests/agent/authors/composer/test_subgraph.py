@@ -250,3 +250,20 @@ def test_a_refusal_names_the_node(function, args, node, message):
         compose_graph(graph)
     assert getattr(refusal.value.node, "name", None) == node
     assert refusal.value.node is None or refusal.value.node.graph is graph
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weight_that_is_taken_apart_is_read_where_it_is(turned: bool) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+        y = x @ (w if turned else w.T) + b
+        return y[:, :64].sigmoid(), y[:, 64:].exp()
+
+    args = tensor(48, 32), tensor(*((32, 192) if turned else (192, 32))), tensor(192)
+    graph = traced(function, args)
+    composition = compose_graph(graph)
+    _, w, b = graph.find_nodes(op="placeholder")
+    assert (composition.b.node, composition.b.parts) == (w, ())
+    assert [(p.node, p.parts, p.steps) for p in composition.operands.values()] == [(b, (), ())]
+    wide = [x.double() for x in args]
+    for got, true in zip(run(composition, graph, args), function(*wide), strict=True):
+        assert torch.allclose(got, true, rtol=1e-6, atol=1e-6)
