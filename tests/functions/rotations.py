@@ -55,6 +55,32 @@ def llama_rope_q(x, wq, cos, sin, head_dim: int = 128):
     return q.flatten(1)
 
 
+def phi3_qkv(hidden_states, qkv_proj, cos, sin):
+    qkv = F.linear(hidden_states, qkv_proj)
+    query_states, key_states, value_states = qkv.split([256, 64, 64], dim=-1)
+
+    def rotate_half(x):
+        x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return torch.cat((-x2, x1), dim=-1)
+
+    def turned(x):
+        x = x.view(x.shape[0], -1, 64)
+        return (x * cos[:, None] + rotate_half(x) * sin[:, None]).flatten(1)
+
+    return turned(query_states), turned(key_states), value_states
+
+
+def deepseek_kv_a(x, kv_a_proj, cos, sin):
+    compressed_kv, k_pe = F.linear(x, kv_a_proj).split([192, 64], dim=-1)
+    a, b = k_pe.chunk(2, dim=-1)
+    return compressed_kv, k_pe * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def vit_qkv_scaled(x, qkv, bias):
+    q, k, v = F.linear(x, qkv, bias).reshape(x.shape[0], 3, 2, 64).unbind(1)
+    return q * 64**-0.5, k, v
+
+
 EXAMPLES = {
     "llama_rope": "x=96,80 w_q=256,80 cos=96,64 sin=96,64",
     "torchtitan_rope": "x=96,80 wq=256,80 freqs_cos=96,128:float32 freqs_sin=96,128:float32",
@@ -62,5 +88,8 @@ EXAMPLES = {
     "rotary_half_q": "x=96,80 w=256,80 cos=96,32:float32 sin=96,32:float32",
     "rotary_half_q_next": "x=96,80 w=256,80 cos=96,32:float32 sin=96,32:float32",
     "rotary_interleaved_k": "x=96,80 w=256,80 freqs_cos=96,128:float32 freqs_sin=96,128:float32",
+    "phi3_qkv": "hidden_states=96,80 qkv_proj=384,80 cos=96,64 sin=96,64",
+    "deepseek_kv_a": "x=96,80 kv_a_proj=256,80 cos=96,64 sin=96,64",
+    "vit_qkv_scaled": "x=96,80 qkv=384,80 bias=384",
     "llama_rope_q": "x=96,80 wq=256,80 cos=96,128 sin=96,128",
 }

@@ -32,7 +32,7 @@ REFUSED = {
     "dit_modulation_six": "compute it where c is written, and give the result as the input",
     "dropout_residual_train": DRAWN,
     "fp8_relu_no_casts": "write x.float() @ w.float().T",
-    "lstm_cell": "return the tensor itself, and do this in the next kernel or with torch",
+    "lstm_cell": "store the weight's rows so that what meets is adjacent",
     "mistral_sliding_scores": MASK,
     "reward_scalar": "pad it with rows to 16",
     "rotary_half_q": "write -1 in a view",
@@ -87,5 +87,5 @@ def test_a_models_function_is_composed_as_given(name: str) -> None:
 
 def test_how_many_are_refused() -> None:
     """A function that a refusal's hint has mended, `x_next`, is composed."""
-    assert len(EXAMPLES) == 265 and len(REFUSED) == 38 and REFUSED.keys() <= EXAMPLES.keys()
+    assert len(EXAMPLES) == 268 and len(REFUSED) == 38 and REFUSED.keys() <= EXAMPLES.keys()
     assert not any(name.endswith("_next") for name in REFUSED)

@@ -2,7 +2,8 @@
 
 - `capture`: the reference as an ATen graph. `subgraph`: any ATen graph, such as Inductor's, by the
   roles of its dims (`retrace`, `axes`, `resize`, `ports`). Both state a `Problem`.
-- `rewrite`: its canonical expressions (`across`, `layout`, `expression`, `canonical`).
+- `rewrite`: its canonical expressions (`across`, `layout`, `expression`, `canonical`). What that
+  refuses of a reference is read as a graph, too (`spec_graph`).
 - `emit`: the expressions as source, from which the program is read.
 - Then it checks itself: the program runs in float64 beside the reference or the graph (`check`).
 - `draft`: what it has of a reference that it refuses, for whoever goes on.
@@ -36,20 +37,32 @@ class Composer(Writer):
         from coda_agent.agent.authors.composer.capture import capture  # these import torch
         from coda_agent.agent.authors.composer.emit import emit
         from coda_agent.agent.authors.composer.rewrite import rewrite
+        from coda_agent.agent.authors.composer.spec_graph import compose_problem
 
-        programs = []
+        programs, refusals = [], dict[str, ProgramError]()
         for binding in spec.bindings():
             variant = spec.variant(binding)
             observer("author.progress", {"stage": "capture", "program": variant})
             captured = capture(spec, binding)
             observer("author.progress", {"stage": "rewrite", "program": variant})
-            programs.append(rewrite(captured))
+            try:
+                programs.append(rewrite(captured))
+            except ProgramError as error:
+                refusals[variant] = error
+                try:
+                    programs.append(compose_problem(captured))
+                except ProgramError:
+                    raise error from None
         observer("author.progress", {"stage": "emit", "programs": len(programs)})
         text = emit(spec, programs)
         loaded = read_programs(text)
         for binding in spec.bindings():
-            observer("author.progress", {"stage": "check", "program": spec.variant(binding)})
-            self_check(spec, loaded[spec.variant(binding)], binding)
+            variant = spec.variant(binding)
+            observer("author.progress", {"stage": "check", "program": variant})
+            try:
+                self_check(spec, loaded[variant], binding)
+            except ProgramError as error:  # of another reading what the first one found says more
+                raise refusals.get(variant, error) from None
         return text
 
 

@@ -14,7 +14,14 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from coda_agent.agent.authors.composer.calls import CASTS, argument, bounds, name_of, shape_of
+from coda_agent.agent.authors.composer.calls import (
+    CASTS,
+    argument,
+    bounds,
+    name_of,
+    shape_of,
+    widens,
+)
 from coda_agent.agent.authors.composer.merge import products
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import ORIGIN, Retraced
@@ -155,13 +162,15 @@ class _Whole:
         """
         if not isinstance(x, fx.Node) or len(shape_of(x)) < -dim or shape_of(x)[dim] == 1:
             return x
-        shape, count = [*shape_of(x)], len(shape_of(x))
+        op, shape, count = name_of(x), [*shape_of(x)], len(shape_of(x))
         shape[dim] = stop - start
-        if name_of(x) == "permute":
-            order = argument(x, 1, "dims")
-            part = self._cut(x.args[0], order[dim] % count - count, start, stop)
-            args = part, order
-        elif self.traced.user(x) is None and (name_of(x) in _SAME or _is_pointwise(x)):
+        if op in _VIEWS and shape_of(x) == shape_of(x.args[0]):
+            return self._cut(x.args[0], dim, start, stop)
+        if op in ("permute", "t"):
+            order = argument(x, 1, "dims", [1, 0])
+            source = order[dim] % count - count
+            args = self._cut(x.args[0], source, start, stop), *x.args[1:]
+        elif _is_pointwise(x) or (op in _SAME and (self.traced.user(x) is None or widens(x))):
             args = tuple(self._cut(y, dim, start, stop) for y in x.args)
         else:
             return self.traced.enter_range(x, dim % count, start, stop)

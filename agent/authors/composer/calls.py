@@ -22,6 +22,13 @@ def name_of(node: fx.Node) -> str:
     return schema.name.split("::")[1] if schema else getattr(node.target, "__name__", "")
 
 
+def widens(node: fx.Node) -> bool:
+    """Whether a call that only copies keeps all digits."""
+    source: Any = node.args[0]
+    dtype = source.meta["val"].dtype
+    return dtype.is_floating_point and dtype.itemsize <= node.meta["val"].dtype.itemsize
+
+
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of a call, by place or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)

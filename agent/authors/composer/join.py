@@ -103,8 +103,8 @@ def _operands(
         for name, kind in part.rewritten.operands.items():
             if name in own:
                 continue
-            if kind == "Tile" and any(p.rewritten.operands.get(name) == _REPEATED for p in parts):
-                kind = _REPEATED  # of one head
+            if kind == "Tile":
+                kind = _REPEATED  # of all columns of its part, such as one head
             port, width = part.operands[name], _width(part, name, kind)
             if not width or start % width or total % width:
                 message = f"reads {name!r}, a {kind}, in some of several products"
@@ -118,7 +118,7 @@ def _operands(
         for expr in walk([*part.rewritten.values.values()]):
             if expr.op in ("column_index", "philox_uniform") or start % _step(expr):
                 raise Refusal("counts the columns of one of several products", "")
-        values.append({x: _renamed(e, names) for x, e in part.rewritten.values.items()})
+        values.append({x: renamed(e, names) for x, e in part.rewritten.values.items()})
     return operands, kinds, values
 
 
@@ -143,7 +143,7 @@ def _step(expr: Expr) -> int:
     return 2 if expr.op in ("even", "odd", "interleave") else 1
 
 
-def _renamed(root: Expr, names: Mapping[str, str]) -> Expr:
+def renamed(root: Expr, names: Mapping[str, str]) -> Expr:
     """An expression with other names of operands."""
     values: dict[Expr, Expr] = {}
     for expr in walk([root]):

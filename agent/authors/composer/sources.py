@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from coda_agent.agent.authors.composer.axes import Axes, Axis
-from coda_agent.agent.authors.composer.calls import CASTS, name_of
+from coda_agent.agent.authors.composer.calls import CASTS, name_of, widens
 from coda_agent.agent.authors.composer.merge import Merged, products
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import Retraced
@@ -63,13 +63,7 @@ class Sources:
                 over = [x for x in tensors if inner & {a for d in self.axes.of(x) for a in d}]
                 scaled = len(over) == 1 and (op != "div" or over[0] is node.args[0])
                 node = over[0] if scaled else None
-            elif op in VIEWS or (op in CASTS and casts and _widens(node)):
+            elif op in VIEWS or (op in CASTS and casts and widens(node)):
                 node = tensors[0]
             else:
                 return
-
-
-def _widens(node: fx.Node) -> bool:
-    source: Any = node.args[0]
-    dtype = source.meta["val"].dtype
-    return dtype.is_floating_point and dtype.itemsize <= node.meta["val"].dtype.itemsize
