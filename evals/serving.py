@@ -52,6 +52,12 @@ WORKS = {
         sizes_of(3584, LAYERS, 28, 256, num_key_value_heads=4, intermediate_size=18944),
         {},
     ),
+    "Phi-4": Work(  # one weight has queries, keys and values, another gate and up
+        "phi3",
+        "Phi3Model",
+        sizes_of(5120, LAYERS, 40, 256, num_key_value_heads=10, intermediate_size=17920),
+        {"pad_token_id": 0},
+    ),
 }
 
 
@@ -182,4 +188,5 @@ def _made(work: Work, device: str) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         positions = {"max_position_embeddings": work.length}
-        return made(made.config_class(**work.sizes, **positions)).bfloat16().eval()
+        config = made.config_class(**work.sizes, **work.options, **positions)
+        return made(config).bfloat16().eval()
