@@ -70,7 +70,7 @@ def _quantised(graph: fx.Graph, x: fx.Node, like: fx.Node) -> tuple[fx.Node, fx.
 def _fits(node: fx.Node) -> bool:
     """Whether a 16-bit product multiplies a weight whose sides 16 divides."""
     a, b = operands(node)
-    if a.meta["val"].dtype not in (torch.bfloat16, torch.float16):
+    if a.meta["val"].dtype not in (torch.bfloat16, torch.float16) or node.kwargs:
         return False
     if any(not isinstance(n, int) or n % 16 for n in b.meta["val"].shape):
         return False

@@ -62,11 +62,13 @@ def _take_before(node: fx.Node) -> bool:
     product = chain[-1]
     if product.target not in _LINEAR or any(len(x.users) > 1 for x in chain):
         return False
+    if product.kwargs or len(product.args) < 2:
+        return False
     if any(_value(x).ndim > 1 for x in product.all_input_nodes[2:]):
         return False
     a, b = map(_value, product.args[:2])
     index = _of_rows(node.args[1], a.ndim)
-    if product.kwargs or index is None or b.ndim != 2 or _value(node).ndim < 2:
+    if index is None or b.ndim != 2 or _value(node).ndim < 2:
         return False
     if not all(isinstance(x, int) for x in b.shape) or b.numel() <= a.shape[-1] ** 2:
         return False  # rows of the result are no wider than those that are copied
@@ -216,18 +218,21 @@ def _chain(loss: fx.Node) -> list[Any]:
             return []
         chain.append(chain[-1].args[0])
     product, classes = chain[-1], _value(loss.args[1])
+    if product.kwargs or len(product.args) < 2 or _value(product.args[1]).ndim != 2:
+        return []
     value, weight = _value(product), _value(product.args[1])
     large = not isinstance(value.numel(), int) or value.numel() >= WIDE
-    plain = not product.kwargs and not is_traceable_wrapper_subclass(weight)
+    plain = not is_traceable_wrapper_subclass(weight)
     read = all(len(x.users) == 1 for x in chain) and not classes.is_floating_point()
     return chain if large and plain and read and value.dtype in SHORT else []
 
 
 def _keeps_columns(node: fx.Node) -> bool:
     """Whether a call keeps its columns, and the least of them least."""
-    if not node.args or not isinstance(node.args[0], fx.Node):
+    values = [_value(x) for x in (node, *node.args[:1]) if isinstance(x, fx.Node)]
+    if len(values) < 2 or not all(isinstance(x, torch.Tensor) for x in values):
         return False
-    before, after = _value(node.args[0]).shape, _value(node).shape
+    after, before = (x.shape for x in values)
     if node.target is operator.getitem:
         return _of_rows(node.args[1], len(before)) is not None
     if node.target in _SCALES:

@@ -26,13 +26,24 @@ from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.agent.authors.composer.subgraph import compose_graph
 from coda_agent.fuse.kept import path_of, remember, remembered
-from coda_agent.fuse.nodes import PRODUCTS, SHORT, SUM, VIEWS, alike, operands, shape_of
+from coda_agent.fuse.nodes import (
+    CASTS,
+    PRODUCTS,
+    SHORT,
+    SUM,
+    VIEWS,
+    alike,
+    operands,
+    root,
+    shape_of,
+)
 from coda_agent.fuse.reads import read_along
 from coda_agent.fuse.stores import compared_extremes, compute_again, gathered_of, stored_of
 
 aten = torch.ops.aten
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 _BY_COUNT = (aten.mean.dim, aten.mean.default, aten.var.correction, aten.var_mean.correction)
+_SUMS = (aten.sum.dim_IntList, aten.sum.default)
 _NODES, _ATTEMPTS = 96, 24
 """Nodes of a region at most, and how often the composer is asked for one."""
 _ALONE = "nothing follows it that a kernel could take along"
@@ -172,11 +183,12 @@ def _other_scaling(product: fx.Node) -> str:
 def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
     """The region that grows from these products, or why there is none."""
     without, along = set[fx.Node](), True
+    read = {node for region in known.regions for node in region.inputs}
     for _ in range(_ATTEMPTS):
         nodes = _grown(known, products, without, stored=along)
         if not nodes.issuperset(products):
             return "needs another product of its own A"
-        stored = stored_of(nodes)
+        stored = stored_of(nodes, read)
         if picked := gathered_of(nodes, stored):
             without |= picked
             continue
@@ -267,6 +279,14 @@ def _counts(node: fx.Node) -> bool:
     return bool(sizes) and node.target not in _SIZED
 
 
+def _is_float32s(node: fx.Node) -> bool:
+    """Whether float32, in which a kernel computes, holds a value: no float64, nor large sums."""
+    dtype = node.meta["val"].dtype
+    if node.target in _SUMS and not dtype.is_floating_point:
+        return root(node.all_input_nodes[0], *CASTS).meta["val"].dtype is torch.bool
+    return dtype is not torch.float64
+
+
 def _is_bare(composition: Composition) -> bool:
     """Whether its program only multiplies."""
     return all(expr.op == "acc" for expr in composition.rewritten.values.values())
@@ -296,6 +316,7 @@ def _grown(
             and node.target not in PRODUCTS
             and isinstance(node.meta.get("val"), torch.Tensor)
             and not _counts(node)
+            and _is_float32s(node)
             and outside.isdisjoint(node.all_input_nodes)
             and not _through(node, taken, needing, first)
             and len(nodes) < _NODES

@@ -173,7 +173,7 @@ def _factors(node: fx.Node) -> Iterator[fx.Node]:
             yield from _factors(source)
             return
         other = node.args[1] if node.target is aten.mul.Tensor else None
-        if isinstance(other, fx.Node):
+        if isinstance(other, fx.Node) and isinstance(other.meta["val"], torch.Tensor):
             yield from _factors(source)
             yield from _factors(other)
             return

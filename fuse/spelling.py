@@ -130,9 +130,10 @@ def spell_products(graph: fx.Graph) -> None:
 def spell_largest(graph: fx.Graph) -> None:
     """Spell the largest along a dim, and its place, as two calls."""
     for node in graph.find_nodes(op="call_function", target=aten.max.dim):
-        if node.kwargs:
-            continue
+        x: Any
         x, dim, keep = (*node.args, False)[:3]
+        if node.kwargs or x.meta["val"].dtype is torch.bool:  # which argmax does not take
+            continue
         for part in [user for user in node.users if user.target is operator.getitem]:
             target = aten.argmax.default if part.args[1] else aten.amax.default
             with graph.inserting_before(part):
@@ -261,8 +262,8 @@ def join_logsumexp(graph: fx.Graph) -> None:
             shifts = [root(u.all_input_nodes[-1], *_SQUEEZES) for u in users]
             if {u.target for u in users} - {aten.add.Tensor} or {*shifts} - {chosen}:
                 continue
-            if any(u.kwargs or {shape_of(n) for n in (u, *u.all_input_nodes)} - {shape_of(log)}
-                   for u in users):  # fmt: skip
+            sizes = {str(shape_of(n)) for u in users for n in (u, *u.all_input_nodes)}
+            if any(u.kwargs for u in users) or sizes - {str(shape_of(log))}:
                 continue
         elif len(total.args) < 3 or any(
             u.target is not aten.sub.Tensor or u.kwargs or u.args != (difference, log)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch import fx
@@ -34,19 +34,23 @@ _SMOOTH = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, a
            aten.minimum.default, aten.abs.default, aten.relu.default)  # fmt: skip
 
 
-def stored_of(nodes: set[fx.Node]) -> set[fx.Node]:
+def stored_of(nodes: set[fx.Node], wanted: Set[fx.Node]) -> set[fx.Node]:
     """Choose what a kernel of these nodes stores, in the fewest bytes.
 
-    Results of the graph; other values, or the narrower ones that they are made of alone; and what
-    the other pass needs, or what that is cheaply computed from, where it has fewer bytes.
+    What other kernels want, and results of the graph; of other values the narrower ones that they
+    are made of alone; and what the other pass needs, or what that is cheaply computed from, where
+    it has fewer bytes.
     """
     region = sorted(nodes)
     read = {n: users for n in region if (users := _outside(n, nodes, later=False))}
     given = {n for n, users in read.items() if any(u.op == "output" for u in users)}
-    stored = {_unturned(n, nodes) if n in given else _narrowest(n, nodes) for n in read}
-    wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
-    roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
-    return stored | (roots if bytes_of(roots) < bytes_of(wanted) else wanted)
+    stored = {
+        _unturned(n, nodes) if n in given else _narrowest(n, nodes) for n in read if n not in wanted
+    }
+    stored |= wanted & nodes
+    later = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
+    roots = {root for n in later for root in _roots(n, nodes, stored)} - stored
+    return stored | (roots if bytes_of(roots) < bytes_of(later) else later)
 
 
 def compared_extremes(graph: fx.Graph) -> set[fx.Node]:

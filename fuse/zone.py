@@ -326,7 +326,8 @@ class Zone:
             dims: Any
             x, dims = node.args[:2]
             rows = [*range(x.meta["val"].ndim - 1)]
-            return self.layout.is_wide(x) and self.layout.has_columns_last(x) and [*dims] == rows
+            along = self.layout.is_wide(x) and self.layout.has_columns_last(x)
+            return along and dims is not None and [*dims] == rows
         if node.target is not aten.mm.default:
             return False
         one, other = node.args

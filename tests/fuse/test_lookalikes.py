@@ -31,6 +31,7 @@ X, W = drawn(M, K), drawn(N, K, seed=1) / 4
 MASK = torch.rand(M, N, generator=torch.Generator().manual_seed(2)) > 0.5
 ROW = torch.rand(M, 1, generator=torch.Generator().manual_seed(3)) > 0.5
 AT = torch.randint(0, N, (1, 3), generator=torch.Generator().manual_seed(4))
+LABELS = torch.randint(0, N, (M,), generator=torch.Generator().manual_seed(10))
 
 
 class Silu(torch.autograd.Function):
@@ -149,6 +150,49 @@ def a_bias_of_each_row(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, torch.cat([w] * 8), torch.ones(M, 8 * N, dtype=torch.bfloat16))[1:].tanh()
 
 
+def a_softmax_of_large_numbers(x: Tensor, w: Tensor) -> Tensor:
+    return ((x * 2.0**17) @ w.T).softmax(-1)
+
+
+def a_cumulative_product(x: Tensor, w: Tensor) -> Tensor:
+    return product(x, w).sigmoid().cumprod(-1)
+
+
+def the_first_of_bools(x: Tensor, w: Tensor) -> Tensor:
+    return product(x, w).relu() + MASK.max(1).indices[:, None]
+
+
+def four_parts_of_two_products(x: Tensor, w: Tensor) -> Tensor:
+    i, j, g, o = (x @ w.T + x.flip(0) @ w.T).float().chunk(4, -1)
+    return i * j + g * o
+
+
+def halves_of_two_products(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w.T)[:, :32].float(), ((x.flip(0) @ w.T)[:, 32:] * 0.5).float()
+    return torch.lerp(a, b, 0.3)
+
+
+def rows_by_a_named_weight(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, weight=w)[1:].tanh()
+
+
+def a_loss_by_a_named_weight(x: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight=w).float(), LABELS)
+
+
+def a_loss_of_the_first_half(x: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy((x @ w.T).chunk(2, -1)[0].float(), LABELS % 32)
+
+
+def a_loss_of_the_larger_of_pairs(x: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w).view(M, -1, 2).max(-1)[0].float(), LABELS % 32)
+
+
+def a_loss_of_scores_by_a_vector(x: Tensor, w: Tensor) -> Tensor:
+    scores = F.linear((x @ w.T).relu().view(4, -1, N), torch.ones(N, dtype=x.dtype))
+    return F.cross_entropy(scores.float(), LABELS[:4] % 12)
+
+
 LOOKALIKES: list[Callable[[Tensor, Tensor], Tensor]] = [
     a_softmax_by_hand, scaled_by_its_largest, the_largest_of_a_gelu, the_smallest_of_columns,
     places_of_the_largest, no_less_than_the_largest, a_masked_scaled_softmax, a_masked_difference,
@@ -156,6 +200,10 @@ LOOKALIKES: list[Callable[[Tensor, Tensor], Tensor]] = [
     another_between_products,
     a_distance_from_the_largest, floors_of_shares, a_product_with_the_logarithm, one_hot_of_halves,
     a_permutation_from_the_end, parts_that_are_written, a_bias_of_each_row,
+    a_softmax_of_large_numbers, a_cumulative_product, the_first_of_bools,
+    four_parts_of_two_products, halves_of_two_products, rows_by_a_named_weight,
+    a_loss_by_a_named_weight, a_loss_of_the_first_half, a_loss_of_the_larger_of_pairs,
+    a_loss_of_scores_by_a_vector,
 ]  # fmt: skip
 
 
@@ -172,7 +220,9 @@ def ran(function: Callable[..., Tensor], *args: Tensor, weight: Tensor) -> list[
 def compare(got: list[Tensor], expected: list[Tensor], within: float = 2e-2) -> None:
     for one, other in zip(got, expected, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype
-        assert float((one.double() - other.double()).norm()) <= within * float(other.norm())
+        assert float((one.double() - other.double()).norm()) <= within * float(
+            other.double().norm()
+        )
 
 
 @pytest.mark.parametrize("function", LOOKALIKES)
@@ -181,6 +231,93 @@ def test_results_and_gradients_are_those_of_eager(function: Callable[..., Tensor
     compare(ran(compiled, X, weight=W), ran(function, X, weight=W))
     with torch.no_grad():
         compare([compiled(X, W)], [function(X, W)])
+
+
+def ranks_of_labels(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w)
+    return (z > z.gather(1, LABELS[:, None])).sum(-1)
+
+
+def sums_of_shares(x: Tensor, w: Tensor) -> Tensor:
+    e = product(x * 64, w).exp()
+    return (e / e.sum(-1, keepdim=True)).sum(-1)
+
+
+def rows_of_one_number_normalised(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x, w[:1].expand(N, K))
+    return 1 + (z - z.mean(-1, keepdim=True)) * torch.rsqrt(z.var(-1, keepdim=True) + 1e-12)
+
+
+def a_high_part_and_the_rest(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    a = product(x, w) * torch.linspace(1, 2, N)
+    high = a.bfloat16()
+    return high, a - high.float()
+
+
+def millions_for_each(x: Tensor, w: Tensor) -> Tensor:
+    return ((product(x, w) > 0).long() * 1000003).sum(-1)
+
+
+def lengths_beyond_float32(x: Tensor, w: Tensor) -> Tensor:
+    return product(x * 2.0**80, w).double().square().sum(-1).sqrt()
+
+
+DIGITS: list[Callable[[Tensor, Tensor], Any]] = [
+    ranks_of_labels, sums_of_shares, rows_of_one_number_normalised, a_high_part_and_the_rest,
+    millions_for_each, lengths_beyond_float32,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", DIGITS)
+def test_digits_are_those_of_eager(function: Callable[..., Any]) -> None:
+    with torch.no_grad():
+        results = (f(X, W) for f in (torch.compile(function, backend=coda), function))
+        compare(*([*x] if isinstance(x, tuple) else [x] for x in results), within=1e-4)
+
+
+def test_what_a_sum_leaves_is_its_rounding() -> None:
+    b = torch.linspace(1000, 2000, N)
+
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        a = product(x, w)
+        s = a + b
+        t = s - a
+        return s, (a - (s - t)) + (b - t)
+
+    with torch.no_grad():
+        s, rest = (t.double() for t in torch.compile(f, backend=coda)(X, W))
+    assert rest.any()
+    assert torch.equal(s + rest - b, (s + rest - b).bfloat16().double())  # the product
+
+
+@pytest.mark.parametrize("name", ["a norm", "a divergence", "float64"])
+def test_a_head_by_rows_beside_other_uses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS", 1 << 12)
+    dtype = torch.float64 if name == "float64" else torch.bfloat16
+    x, w, within = drawn(256, K, seed=8).to(dtype), W.to(dtype), 2e-2
+    given = torch.randn(256, N, generator=torch.Generator().manual_seed(11))
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        z = F.linear(x, w)
+        if name == "a norm":
+            return z.float().norm()
+        if name == "float64":
+            return z.tanh().sum()
+        p, q = z.float().log_softmax(-1), given.log_softmax(-1)
+        return F.kl_div(p, q, log_target=True, reduction="batchmean")
+
+    within = 1e-12 if name == "float64" else within
+    compare(ran(torch.compile(f, backend=coda), x, weight=w), ran(f, x, weight=w), within)
+
+
+def test_a_logsumexp_and_a_size_as_a_factor_with_sizes_that_change() -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        z = product(x, w)
+        return z.logsumexp(-1), (z * x.shape[0]).relu()
+
+    compiled = torch.compile(f, backend=coda, dynamic=True)
+    for rows in (M, M // 2):
+        compare([*compiled(X[:rows], W)], [*f(X[:rows], W)])
 
 
 def test_a_largest_that_nothing_is_compared_with_is_made_by_a_kernel() -> None:

@@ -18,6 +18,7 @@ from coda_agent.agent.authors.composer.calls import (
     CASTS,
     argument,
     bounds,
+    is_pointwise,
     name_of,
     shape_of,
     widens,
@@ -103,7 +104,7 @@ class _Whole:
             self.dims[node] = dim, block
             return True
         found = self._moved(node, op, source)
-        if found is None and _is_pointwise(node):
+        if found is None and is_pointwise(node):
             alike = {(shape_of(x), self.dims[x]) for x in sources}
             found = (dim, block) if alike == {(shape_of(node), (dim, block))} else None
         if found is not None:
@@ -170,16 +171,12 @@ class _Whole:
             order = argument(x, 1, "dims", [1, 0])
             source = order[dim] % count - count
             args = self._cut(x.args[0], source, start, stop), *x.args[1:]
-        elif _is_pointwise(x) or (op in _SAME and (self.traced.user(x) is None or widens(x))):
+        elif is_pointwise(x) or (op in _SAME and (self.traced.user(x) is None or widens(x))):
             args = tuple(self._cut(y, dim, start, stop) for y in x.args)
         else:
             return self.traced.enter_range(x, dim % count, start, stop)
         part = self.traced.graph.call_function(x.target, args, x.kwargs)  # pyright: ignore[reportArgumentType]
         return _of(part, x, shape)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _bounds(node: fx.Node) -> tuple[int, int, int, int]:

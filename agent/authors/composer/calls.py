@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 CASTS = ("_to_copy", "convert_element_type")
@@ -20,6 +21,11 @@ def name_of(node: fx.Node) -> str:
     """The name of an ATen operation, without its overload."""
     schema = getattr(node.target, "_schema", None)
     return schema.name.split("::")[1] if schema else getattr(node.target, "__name__", "")
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a call computes element by element."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def widens(node: fx.Node) -> bool:

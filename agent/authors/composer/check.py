@@ -35,7 +35,7 @@ def check_numbers(
     """
     for positive in (False, True):
         inputs = _drawn(problem, positive=positive)
-        expected = run_exactly(problem.module, inputs.values(), problem.narrow)
+        expected = run_exactly(problem.module, inputs.values(), problem.rounds)
         straight = {x: problem.inputs[x].straight(value) for x, value in inputs.items()}
         a, b = (straight[x] for x in problem.gemm)
         operands = {x: straight[x] for x in program.operands}
@@ -56,10 +56,10 @@ def check_numbers(
 def run_exactly(
     module: fx.GraphModule,
     inputs: Iterable[torch.Tensor],
-    narrow: Callable[[torch.dtype], bool] = lambda _: False,
+    rounds: Callable[[fx.Node], bool] = lambda _: False,
     dtype: torch.dtype = torch.float64,
 ) -> Any:
-    """Run a graph in another type, float64, rounding at `narrow` casts alone."""
+    """Run a graph in another type, float64, rounding at some casts alone."""
     values: dict[fx.Node, Any] = {}
     given = iter(inputs)
     last = {x: node for node in module.graph.nodes for x in node.all_input_nodes}
@@ -73,7 +73,7 @@ def run_exactly(
                 results: Any = torch.fx.map_arg(node.args, values.__getitem__)
                 return results[0]
             case _:
-                values[node] = call_exactly(node, values, narrow, dtype)
+                values[node] = call_exactly(node, values, rounds, dtype)
         for x in node.all_input_nodes:
             if last[x] is node:
                 del values[x]
@@ -83,7 +83,7 @@ def run_exactly(
 def call_exactly(
     node: fx.Node,
     values: Mapping[fx.Node, Any],
-    narrow: Callable[[torch.dtype], bool] = lambda _: False,
+    rounds: Callable[[fx.Node], bool] = lambda _: False,
     dtype: torch.dtype = torch.float64,
 ) -> Any:
     """Call in float64, or another type, what a node calls."""
@@ -94,7 +94,7 @@ def call_exactly(
     own = getattr(node.meta.get("val"), "dtype", None)
     if name_of(node) in CASTS and own is not None and own.is_floating_point:
         x = args[0]
-        return (x.to(own) if narrow(own) else x).to(dtype)
+        return (x.to(own) if rounds(node) else x).to(dtype)
     if name_of(node) == "philox":  # the operator is there to be recorded
         return philox(*args[1:])
     wide = lambda x: dtype if isinstance(x, torch.dtype) and x.is_floating_point else x

@@ -60,6 +60,7 @@ class Problem:
         extents: Of M, N and K in the trace; all that are derived of them differ.
         gemm: Names of A and B.
         narrow: Whether a cast to an element type is a rounding that is meant.
+        kept: Casts that are meant, whatever their types.
         place: Where a node stands, for messages.
         source: Where the graph comes from, as messages begin.
         dims: Names of M, N and K.
@@ -91,7 +92,12 @@ class Problem:
     halves: bool = False
     fixed: bool = False
     updated: Mapping[str, str] = field(default_factory=dict)
+    kept: frozenset[fx.Node] = frozenset()
     moved: Mapping[fx.Node, tuple[View, View]] = field(default_factory=dict)
+
+    def rounds(self, node: fx.Node) -> bool:
+        """Whether a cast is a rounding that is meant."""
+        return self.narrow(node.meta["val"].dtype) or node in self.kept
 
     def __str__(self) -> str:
         return "\n".join(str(node.format_node()) for node in self.module.graph.nodes)

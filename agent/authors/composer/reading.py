@@ -27,6 +27,7 @@ from coda_agent.agent.authors.composer.ports import (
     leaving,
 )
 from coda_agent.agent.authors.composer.problem import Columns, Problem, Refusal, Rewritten, Slot
+from coda_agent.agent.authors.composer.remainders import check_sums, kept_roundings
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
 from coda_agent.agent.authors.composer.retrace import SLICE, Retraced, Step
 from coda_agent.agent.authors.composer.rewrite import rewrite
@@ -191,7 +192,7 @@ class Reading:
 
     def _name(self, node: fx.Node) -> str:
         """A placeholder's name as an operand."""
-        user = self.traced.user(node)
+        user = None if self.traced.part(node) else self.traced.user(node)
         name = (node.name if user is None else user.name).replace("__", "_0_")  # no program has it
         return f"{name}_" if name in ("acc", *primitives.__all__) else name
 
@@ -202,6 +203,7 @@ class Reading:
         except ProgramError as error:
             raise Refusal(error.message, error.hint, self.product) from None
         module, self.original = resized(self.traced.module, self.axes, sizes)
+        check_sums(module.graph)
         types = {n.meta["val"].dtype for n in (*self.stands, *self.traced.results.values())}
         inputs = {self._name(n): _entry(n, s, sizes) for n, s in self.stands.items()}
         extents, lengths = self.roles.extents(sizes), self.merged.lengths
@@ -221,6 +223,7 @@ class Reading:
             lead=tuple(sizes[a] for a in self.roles.rows),
             inner=tuple(x * extents["K"] // sum(lengths) for x in lengths),
             halves=self.halves,
+            kept=kept_roundings(module.graph),
             moved=self.order.moved(self.axes, self.original, sizes),
         )
 

@@ -134,7 +134,7 @@ class Rewriter:
                 return Elements(self.elementwise.lift(math.nan).codes.expand(found.shape))
             return found
         if op in CASTS:
-            return self._cast(args[0], _dtype(node.args[0]), _dtype(node))
+            return self._cast(node, args[0])
         if op == "_local_scalar_dense":
             return args[0]
         if op == "full":
@@ -163,9 +163,10 @@ class Rewriter:
             result = self.elementwise.apply(function, args, kwargs)
         return [result, None] if op == "log_sigmoid_forward" else result
 
-    def _cast(self, x: Any, source: torch.dtype | None, dtype: torch.dtype | None) -> Any:
+    def _cast(self, node: fx.Node, x: Any) -> Any:
         """`x` in another type: the same number, or a condition."""
-        if dtype is not None and self.problem.narrow(dtype):
+        source, dtype = _dtype(node.args[0]), _dtype(node)
+        if dtype is not None and self.problem.rounds(node):
             return self.elementwise.apply(partial(apply, rounding(dtype)), [x], {})
         if dtype is None or dtype.is_floating_point or dtype == source or self.across.is_index(x):
             return x
