@@ -16,8 +16,9 @@ from coda_agent.specs.layout import Entry, extent, parts
 from coda_agent.specs.tracing import Extent, Trace
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-_UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
-"""What sizes may have to be multiples of beside what TMA asks, such as a head's width."""
+_UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160, 512, 1024, 2048)
+"""What sizes may have to be multiples of beside what TMA asks, such as a head's width, or the
+widths of the heads of a group."""
 _DIVISIBLE = 11520  # by what a part of a dim is likely to be
 _LARGEST = 1 << 24
 """Elements of all inputs in a run that looks for what sizes must be multiples of; one that found a
@@ -27,7 +28,7 @@ _SEARCH_S = 5.0
 _FACTORS = range(2, 9)
 """How many times a dim's size an extent may be that is cut into parts."""
 _CONSTANT = 8
-"""The largest extent of its own that is taken for a number rather than for a dim's size."""
+"""The largest extent of its own that is tried as a number alone, and not as a dim's size before."""
 _MEMORY = 141e9
 """What an H200 holds, in bytes."""
 
@@ -227,7 +228,8 @@ class Dims:
                     if all(one.subs(symbol, q * size) == size for size in found):
                         return self.matched(tried, [q * size for size in found])
         alike = [x for x in (*self.rows, *self.columns, *self.inner) if self.sizes[x] == size]
-        self.open[symbol] = [*dict.fromkeys(alike), size if size <= _CONSTANT else "L"]
+        own = ["L"] if size > _CONSTANT else []  # a head's width is a number, too
+        self.open[symbol] = [*dict.fromkeys(alike), *own, size]
         return symbol
 
 

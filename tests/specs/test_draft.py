@@ -80,6 +80,21 @@ def test_dims_that_no_operation_ties_are_tried() -> None:
     assert front["inputs"]["t"]["draw"] == {"integers": [0, "N"]}
 
 
+@pytest.mark.parametrize(
+    ("width", "view", "unit"),
+    [(128, "-1, cos.shape[1]", 128), (64, "-1, cos.shape[1]", 64), (128, "8, -1, 128", 1024)],
+)
+def test_a_heads_width_that_no_operation_ties_is_a_number(width: int, view: str, unit: int) -> None:
+    """Queries, or those of eight groups, turned by tables of one head."""
+    body = f"""q = (x @ w.T).view(x.shape[0], {view})
+a, b = q.chunk(2, -1)
+c, s = (t.view(-1, {"1, " * view.count(",")}t.shape[1]) for t in (cos, sin))
+return (q * c + torch.cat((-b, a), -1) * s).flatten(1)"""
+    spec, front = drafted(body, SQUARE | {"cos": (S, width), "sin": (S, width)})
+    assert [faces(spec)[x][0] for x in ("cos", "sin")] == [["M", width]] * 2
+    assert front["dims"]["N"] == {"multiple_of": unit}
+
+
 def test_parts_of_columns_and_heads() -> None:
     spec, _ = drafted(
         "z = x @ w.T\nreturn F.silu(z[:, ::2]) * z[:, 1::2] + c", SQUARE | {"c": (S, S // 2)}
