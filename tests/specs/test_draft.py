@@ -179,6 +179,18 @@ def test_a_number_that_is_used_as_a_tensor() -> None:
     assert "    # CLIP\n    scale = torch.as_tensor(scale)\n    return scale.exp()" in spec.text
 
 
+def test_halves_of_eight_bits_are_whole_units_of_16_bytes() -> None:
+    body = """z = (x.float() @ w.float().T) * s
+g = F.silu(z[:, 0::2]) * z[:, 1::2]
+return g.clamp(-448, 448).to(torch.float8_e4m3fn), g.abs().amax(-1)"""
+    eight = dict.fromkeys("xw", "float8_e4m3fn") | {"s": "float32"}
+    spec, front = drafted(body, SQUARE | {"s": (S,)}, **eight)
+    assert faces(spec)["out1"] == (["M", "N/2"], "float8_e4m3fn")
+    assert front["dims"] == {"M": {}, "N": {"multiple_of": 32}, "K": {"multiple_of": 16}}
+    with pytest.raises(SpecError, match="4112; a kernel takes multiples of 32 .*pad it to 4128"):
+        drafted(body, SQUARE | {"w": (4112, S), "s": (4112,)}, **eight)
+
+
 def test_letters_stay_as_they_were_given() -> None:
     spec, front = drafted("return (x @ w.T).tanh()", {"x": ("tokens", "D"), "w": ("F", "D")})
     assert faces(spec)["out"] == (["tokens", "F"], "T") and "bench_shapes" not in front
