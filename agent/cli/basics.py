@@ -10,7 +10,7 @@ import typer
 from coda_agent.agent import pages, workspace
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.options import completed, known_kernels, known_specs
-from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.cli.report import columns, reported, waiting
 from coda_agent.agent.cli.spec import Shapes, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
 from coda_agent.agent.explain import explain as explained
@@ -117,11 +117,12 @@ def explain(
     stage = stage or ("plan" if ":" in target or html else None)
     if html and stage != "plan":
         raise WorkspaceError(f"--html shows a plan, and --stage is {stage}", hint="--stage plan")
-    if ":" in target or stage == "plan":
-        return _planned(target, stage or "plan", shape or [], html, verbose=verbose)
-    program, spec = targets.explainable(target)
-    stage = stage or "program"
-    text = explained(spec, program, stage, variant=variant)
+    with waiting(f"{stage or 'program'} of {target}"):
+        if ":" in target or stage == "plan":
+            return _planned(target, stage or "plan", shape or [], html, verbose=verbose)
+        program, spec = targets.explainable(target)
+        stage = stage or "program"
+        text = explained(spec, program, stage, variant=variant)
     return Reply({"target": target, "stage": stage, "text": text}, text.rstrip())
 
 

@@ -252,6 +252,14 @@ def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
         stop()
 
 
+@contextlib.contextmanager
+def waiting(note: str) -> Iterator[None]:
+    """Say meanwhile, on a terminal, what takes its time."""
+    with progress() as observer:
+        observer("gate.started", {"gate": note})
+        yield
+
+
 def _finished(gate: str, data: "JsonObject") -> None:
     if skipped := data.get("skipped"):
         typer.echo(f"{gate}: skipped: {skipped}")
