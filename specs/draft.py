@@ -229,7 +229,7 @@ def _outputs(dims: Dims) -> tuple[dict[str, Face], tuple[str, ...]]:
     found: dict[str, Face] = {}
     for o, value in one.items():
         extents = zip(value.shape, two[o].shape, strict=True)
-        shape = tuple(dims.matched(tried, pair) for pair in extents)
+        shape = tuple(dims.matched(o, tried, pair) for pair in extents)
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype == TYPES[0]:
             dtype, types = ("T", types) if other[o] != value.dtype else ("T", TYPES[:1])

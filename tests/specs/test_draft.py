@@ -187,7 +187,7 @@ return g.clamp(-448, 448).to(torch.float8_e4m3fn), g.abs().amax(-1)"""
     spec, front = drafted(body, SQUARE | {"s": (S,)}, **eight)
     assert faces(spec)["out1"] == (["M", "N/2"], "float8_e4m3fn")
     assert front["dims"] == {"M": {}, "N": {"multiple_of": 32}, "K": {"multiple_of": 16}}
-    with pytest.raises(SpecError, match="4112; a kernel takes multiples of 32 .*pad it to 4128"):
+    with pytest.raises(SpecError, match=r"4112; a kernel takes multiples of 32 .*pad it to 4128"):
         drafted(body, SQUARE | {"w": (4112, S), "s": (4112,)}, **eight)
 
 
@@ -309,6 +309,27 @@ def test_element_types() -> None:
         ),
         ("raise ValueError", SQUARE, "model.py:5: the function raises ValueError: no message"),
         ("return (x @ w.T) * 0", SQUARE, "model.py: f: output 'out' is all zero"),
+        ("z = x @ w.T\nreturn z, z[:, 4096:]", SQUARE, "model.py: out2 is empty, with an extent of 0"),
+        (
+            "return (x @ w.T)[:, 1:]", SQUARE,
+            "model.py: out has an extent of 79 where M = 3, N = 80, K = 56, which is no part of a dim"
+            " (return it as the product has it",
+        ),
+        (
+            "return x @ w.T + b[1:]", SQUARE | {"b": (S + 1,)},
+            "model.py: b has an extent of 57601 where M = 34560, N = 57600, K = 80640, which is no pa"
+            "rt of a dim (take that part in the call, and give it as the argument)",
+        ),
+        (
+            "return (x @ w.T).double()", SQUARE,
+            "model.py: out: unknown dtype 'float64'; expected one of T, bfloat16, float16, float32, "
+            "float8_e4m3fn, int32, int64; return it as float32, and cast it with torch",
+        ),
+        (
+            "return x @ w.T", SQUARE | {"b": (S,)},
+            "model.py: f: no output depends on 'b' by more than its tolerance; draw larger ones, or l"
+            "eave it out",
+        ),
     ],
 )  # fmt: skip
 def test_refusals_speak_of_the_function(body: str, shapes: Any, message: str) -> None:
