@@ -204,6 +204,15 @@ def test_what_is_no_export_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "kept"
 
 
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/x/y", "/dev/null/x"])
+def test_what_cannot_be_written_is_refused_before_it_is_compiled(place: str) -> None:
+    kernels = [Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")]
+    with pytest.raises(
+        CodaError, match=f"^{place} cannot be written: .* \\(name another --out\\)$"
+    ):
+        write(kernels, Path(place), ONE, lambda *_: pytest.fail("it compiles"))
+
+
 def test_torch_and_tvm_ffi_alone_load_it_trace_it_and_compile_it(variant: Path) -> None:
     said = run(
         variant,
