@@ -84,10 +84,11 @@ def _exports(folders: list[Path]) -> Reply:
         )
         for export in found for kernel in export["kernels"]
     ]  # fmt: skip
+    head = ("kernel", "level", "tiles", "architectures", "types", "state", "loaded by")
     faults = [fault for export in found for fault in export["faults"]]
     intact = sum(not export["faults"] for export in found)
     end = f"{intact} of {len(found)} exports are intact"
-    text = "\n".join([*[columns(rows)] * bool(rows), *faults, "", end])
+    text = "\n".join([*[columns([head, *rows])] * bool(rows), *faults, "", end])
     return Reply({"exports": found}, text, WorkspaceError.exit_code if faults else 0)
 
 
@@ -149,7 +150,7 @@ def _planned(
         return Reply(document | {"html": page}, f"wrote {page}")
     if stage == "plan":
         parts = [
-            f"{heading}\n" + indent(columns(rows), "  ")
+            f"{heading}\n" + indent(columns(rows, 2), "  ")
             for heading, rows in show.lines(found, verbose=verbose)
             if rows
         ]

@@ -79,9 +79,9 @@ def _own(shared: Sequence[str], given: dict[str, object], compiles: bool) -> dic
     return given
 
 
-def columns(rows: tables.Rows) -> str:
-    """Align rows; on a terminal they fit it."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def columns(rows: tables.Rows, beside: int = 0) -> str:
+    """Align rows; on a terminal they fit it, with some columns `beside` them."""
+    width = shutil.get_terminal_size().columns - beside if sys.stdout.isatty() else None
     return tables.columns(rows, width)
 
 
