@@ -153,7 +153,7 @@ def accept(bench: Workbench, proposal: Proposal, verdict: Verdict) -> None:
 def outcome(bench: Workbench) -> Outcome:
     """Say how the run of a workbench stands."""
     state, name = bench.state, bench.spec.name
-    passed = state.over == "accepted"
+    passed = state.passed
     folder = bench.workspace.generated / name if passed and state.commits else None
     cost = f"{state.steps} turns, {dollars(state.spent.usd)}" * bool(state.steps)
     return Outcome(

@@ -155,11 +155,10 @@ def result(
             child.call(first, timeout_s=START_TIMEOUT_S)
         answer = read_answer(child.call(job, timeout_s=limit_s))
     except ChildError as error:
-        said = f"ended without a result: {error.detail}"
+        said, hint = f"ended without a result: {error.detail}", "a reference only computes"
         if error.kind == "timeout":
-            said = f"did not end in {limit_s:g} s"
-        message = f"{where}: the function {said}"
-        raise SpecError(message, hint="a reference only computes") from error
+            said, hint = f"did not end in {limit_s:g} s", "write loops as operations on tensors"
+        raise SpecError(f"{where}: the function {said}", hint=hint) from error
     match answer:
         case Ok(result=found) if isinstance(found, kind):
             return found

@@ -80,7 +80,7 @@ class RunState:
         admitted: The digest of the spec, once it was admitted.
         candidate: The last text that was saved.
         tips: Arm (shown, held) by tip.
-        over: Why an author has nothing more to do: accepted, or it gave up.
+        over: Why an author has nothing more to do: the kernel's level, or it gave up.
         outcome: running, passed, refused, failed (by an exception), or stopped. A stopped author
             ended without a verdict, and `reason` says why.
         level: The kernel's level after the last full trial.
@@ -137,6 +137,11 @@ class RunState:
     def error(self) -> str | None:
         """What the exception said."""
         return self.failure and self.failure.message
+
+    @property
+    def passed(self) -> bool:
+        """Whether a candidate passed the full trial of an author's run."""
+        return self.over is not None and not self.gave_up
 
     @property
     def best(self) -> Attempt | None:
@@ -196,7 +201,7 @@ class RunState:
             case e.Stored():
                 self.commit = event.commit
                 if self.kind == "generate":
-                    self.over, self.level = "accepted", event.level
+                    self.over = self.level = event.level or "passed"
             case e.GaveUp():
                 self.gave_up, self.over = True, f"gave up: {event.reason}"
             case e.Requested():

@@ -23,8 +23,9 @@ def columns(rows: Rows, width: int | None = None) -> str:
     """Align rows to the left, two spaces apart.
 
     Args:
-        width: What lines must fit, by wrapping cells of the widest columns but the first; without
-            it the last column is as wide as it likes.
+        width: What lines must fit, by wrapping cells of the widest columns but the first, or else
+            by turning a table of more than three, which has a head; without it the last column is
+            as wide as it likes.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -32,10 +33,26 @@ def columns(rows: Rows, width: int | None = None) -> str:
     if sum(widths) > room:
         while sum(widths) > room and max(widths[1:], default=0) > _NARROW:
             widths[widths.index(max(widths[1:]), 1)] -= 1
+        if width and sum(widths) > room and len(widths) > 3:
+            return _turned(cells, width)
         cells = [[*line] for row in cells for line in _wrapped(row, widths)]
     widths[-1:] = [0]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _turned(cells: Sequence[Sequence[str]], width: int) -> str:
+    """Write the head down the left, and beside it the rows, as many as fit."""
+    head, *rows = cells
+    parts = list[list[Sequence[str]]]()
+    left = 0
+    for row in rows:
+        left -= 2 + max(map(len, row))
+        if left < 0:
+            parts.append([])
+            left = width - sum(2 + max(map(len, column)) for column in (head, row)) + 2
+        parts[-1].append(row)
+    return "\n\n".join(columns([*zip(head, *part, strict=True)], width) for part in parts)
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, ...]]:

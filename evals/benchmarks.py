@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coda_agent.evals.cases import Suite
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.suggest import near_matches
 
 SUITES: Mapping[str, str] = {
     "kernels": "kernels.own",
@@ -30,6 +31,6 @@ def load(name: str, root: Path) -> Suite:
         CodaError: there is none of that name.
     """
     if name not in SUITES:
-        raise CodaError(f"no suite {name!r}, expected one of {', '.join(SUITES)}")
+        raise CodaError(f"no suite {name!r}", hint=near_matches(name, SUITES))
     module, _, function = SUITES[name].partition(".")
     return getattr(import_module(f"{__package__}.{module}"), function)(root)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from coda_agent.evals.clocks import CLOCKS, Clock
 from coda_agent.evals.workers import leave_with_parent
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.suggest import near_matches
 
 UNTIMED = "untimed"
 """The regime of a cell that has errors alone."""
@@ -242,7 +243,7 @@ def chosen(suite: Suite, choice: Choice) -> list[Case]:
             _check("case", words, [case.name for case in suite.cases])
     cases = [c for c in suite.cases if not choice.cases or any(holds(c, w) for w in choice.cases)]
     for name in choice.contenders:
-        _check("contender", name, dict.fromkeys(n for case in suite.cases for n in case.contenders))
+        _check("contender", name, {n for case in suite.cases for n in case.contenders})
     for regime in choice.regimes:
         _check("regime", regime, [*CLOCKS, UNTIMED])
     return cases
@@ -258,10 +259,9 @@ def _compile(cases: Sequence[Case], say: Say) -> None:
         say(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s")
 
 
-def _check(what: str, name: str, known: Sequence[str] | Mapping[str, object]) -> None:
+def _check(what: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        few = ", ".join([*known][:8])
-        raise CodaError(f"no {what} {name!r}, expected {few}{', …' * (len(known) > 8)}")
+        raise CodaError(f"no {what} {name!r}", hint=near_matches(name, known))
 
 
 def _wanted(case: Case, choice: Choice) -> list[str]:

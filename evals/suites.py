@@ -28,6 +28,7 @@ from coda_agent.agent.judge.records import JsonObject, Level
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import text_of
+from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
 
 FOLDER = Path(__file__).parent / "suites"
@@ -160,7 +161,7 @@ def load(name: str, *folders: Path) -> Suite:
     if path.suffix != ".toml" and "/" not in name:
         known = paths(*folders)
         if name not in known:
-            raise CodaError(f"no suite {name!r}, expected one of {', '.join(known)}, or a path")
+            raise CodaError(f"no suite {name!r}, nor a path", hint=near_matches(name, known))
         path = known[name]
     hint = "docs/evaluation.md has the format"
     try:

@@ -106,11 +106,12 @@ def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[
     if verbose:
         yield "graph", [(line,) for line in found.graph]
     yield "rules that fired", [(note,) for note in found.notes]
+    head = ("step", "bytes", "launches", "roofline", "by")
     rows = [
         (c.step, f"{c.bytes / 1e6:.1f} MB", c.launches, f"{c.floor_us:.1f} us", c.what)
         for c in (*found.steps, found.total(), found.apart)
     ]
-    yield "plan, with bytes, launches and an H200's roofline", rows
+    yield "plan, with the roofline of an H200", [head, *rows]
 
 
 def products(found: Shown) -> Iterator[tuple[str, str]]:

@@ -8,9 +8,11 @@ from difflib import get_close_matches
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Ask "did you mean x?" of names that hold or resemble it."""
-    names = sorted(set(known))
+    names = sorted(set(known), key=lambda n: (len(n), n))
     holding = [n for n in names if len(name) > 2 and name.lower() in n.lower()][:3]
-    close = holding or get_close_matches(name, names, n=3, cutoff=0.5)
+    # What most kernels are called makes none of them near.
+    bare = {n.removeprefix("gemm_"): n for n in names}
+    close = holding or [bare[n] for n in get_close_matches(name.removeprefix("gemm_"), bare)]
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -131,12 +131,13 @@ def _misdeclared(
         got = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         if got != (shape, dtype):
             faces = f"{got[1]} {shown(got[0])}; expected {dtype} {shown(shape)}"
-            return f"output {name!r} is {faces}, as it is declared"
+            return f"output {name!r} is {faces}, as it is declared: change one of the two"
     for name, exact in run_reference(spec, inputs, binding=binding, exact=True).items():
         off = (outputs[name].double() - exact.double()).abs() > _FAR * exact.double().abs()
         if (share := float(off.double().mean())) > 0.5:
             dtype, far = spec.dtype_of(name, types), f"{_FAR:.0%} away from itself in float64"
-            return f"output {name!r} in {dtype} is over {far}, in {share:.0%} of its elements"
+            said = f"output {name!r} in {dtype} is over {far}, in {share:.0%} of its elements"
+            return f"{said}; compute it in float32, or draw smaller values"
     return ""
 
 
@@ -212,9 +213,9 @@ def _degeneracy(
             if not value.isfinite().all():
                 return f"output {name!r} has non-finite values; expected a `draw` without"
             if not value.any():
-                return f"output {name!r} is all zero; expected a `draw` on which it is not"
+                return f"output {name!r} is all zero; draw what moves it, or leave it out"
             if value.numel() > 1 and (value == value.flatten()[0]).all():
-                return f"output {name!r} is constant; expected a `draw` on which it varies"
+                return f"output {name!r} is constant; draw what moves it, or leave it out"
         if torch.equal(truth[name], redrawn[name]):
             return f"output {name!r} is constant: it depends on no input; leave it out"
     moved = [exact({**inputs, operand: other[operand]}) for operand in spec.gemm]
@@ -317,8 +318,8 @@ def _swallowed(
                 return f"{said}; return the factors, or fill what is masked with a smaller number"
     for x, runs in left_out.items():
         if all(near(o, run[o]) for run in runs for o in truth):
-            said = f"no output depends on {x!r} by more than its tolerance; draw larger ones"
-            return _hidden(truth) or said
+            said = f"no output depends on {x!r} by more than its tolerance"
+            return _hidden(truth) or f"{said}; draw larger ones, or leave it out"
     return ""
 
 

@@ -16,8 +16,9 @@ from coda_agent.specs.layout import Entry, extent, parts
 from coda_agent.specs.tracing import Extent, Trace
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-_UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
-"""What sizes may have to be multiples of beside what TMA asks, such as a head's width."""
+_UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160, 512, 1024, 2048)
+"""What sizes may have to be multiples of beside what TMA asks, such as a head's width, or the
+widths of the heads of a group."""
 _DIVISIBLE = 11520  # by what a part of a dim is likely to be
 _LARGEST = 1 << 24
 """Elements of all inputs in a run that looks for what sizes must be multiples of; one that found a
@@ -27,7 +28,7 @@ _SEARCH_S = 5.0
 _FACTORS = range(2, 9)
 """How many times a dim's size an extent may be that is cut into parts."""
 _CONSTANT = 8
-"""The largest extent of its own that is taken for a number rather than for a dim's size."""
+"""The largest extent of its own that is tried as a number alone, and not as a dim's size before."""
 _MEMORY = 141e9
 """What an H200 holds, in bytes."""
 
@@ -92,7 +93,7 @@ class Dims:
                     self.sizes.setdefault(self.letters[symbol], size)
         for name, shape in trace.shapes.items():
             entries = zip(shape, shapes[name], strict=True)
-            self.shapes[name] = tuple(self._entry(trace, symbol, size) for symbol, size in entries)
+            self.shapes[name] = tuple(self._entry(trace, name, *entry) for entry in entries)
 
     def extents(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Give each input's shape at some sizes."""
@@ -113,12 +114,16 @@ class Dims:
             for e in shape
         )
 
-    def matched(self, tried: Sequence[Mapping[str, int]], found: Sequence[int]) -> Entry:
-        """Read extents at some sizes as a dim, or a number.
+    def matched(
+        self, tensor: str, tried: Sequence[Mapping[str, int]], found: Sequence[int]
+    ) -> Entry:
+        """Read a tensor's extents at some sizes as a dim, or a number.
 
         Raises:
             SpecError: they are nothing of that kind.
         """
+        if 0 in found:
+            raise SpecError(f"{tensor} is empty, with an extent of 0", hint="leave it out")
         if len({*found}) == 1 and not any(size % found[0] == 0 for size in self.fixed.values()):
             return found[0]
         rows = (math.prod(t[x] for x in self.rows) for t in tried)
@@ -132,8 +137,10 @@ class Dims:
             front = f"{factor}*" if factor > 1 else ""
             return f"{front}{letter}" + (f"/{divisor}" if divisor > 1 else "")
         at = ", ".join(f"{x} = {size}" for x, size in tried[0].items())
-        message = f"an extent of {found[0]} where {at} is no dim, nor a part of one"
+        message = f"{tensor} has an extent of {found[0]} where {at}, which is no part of a dim"
         hint = "return it as the product has it; give one dim of rows where they are flattened"
+        if tensor in self.example:
+            hint = "take that part in the call, and give it as the argument"
         raise SpecError(message, hint=hint)
 
     def _fix(
@@ -205,7 +212,7 @@ class Dims:
         names = itertools.chain([wanted], (f"{wanted}{i}" for i in itertools.count(2)))
         return self.letters.setdefault(symbol, next(x for x in names if x not in taken))
 
-    def _entry(self, trace: Trace, symbol: Any, size: int) -> Entry:
+    def _entry(self, trace: Trace, name: str, symbol: Any, size: int) -> Entry:
         """Write an input's extent in a dim."""
         if symbol in self.multiples:
             return self.multiples[symbol]
@@ -221,13 +228,14 @@ class Dims:
                 continue
             found = [int(other.subs(k)) for k in known]
             if one == symbol:
-                return self.matched(tried, found)
+                return self.matched(name, tried, found)
             if getattr(one, "free_symbols", set()) == {symbol}:  # such as half of it
                 for q in _FACTORS:
                     if all(one.subs(symbol, q * size) == size for size in found):
-                        return self.matched(tried, [q * size for size in found])
+                        return self.matched(name, tried, [q * size for size in found])
         alike = [x for x in (*self.rows, *self.columns, *self.inner) if self.sizes[x] == size]
-        self.open[symbol] = [*dict.fromkeys(alike), size if size <= _CONSTANT else "L"]
+        own = ["L"] if size > _CONSTANT else []  # a head's width is a number, too
+        self.open[symbol] = [*dict.fromkeys(alike), *own, size]
         return symbol
 
 

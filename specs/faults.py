@@ -6,6 +6,7 @@ import ast
 import itertools
 import keyword
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -34,7 +35,8 @@ def declared_faults(spec: Header) -> Iterator[str]:
         yield f"name {spec.name!r} is a primitive's, use another, such as gemm_{spec.name}"
     for name, count in Counter(names).items():
         if count > 1:
-            yield f"name {name!r} is declared twice among inputs, outputs and parameters"
+            listed = "inputs, outputs and parameters"
+            yield f"name {name!r} is declared twice among {listed}; rename one"
     for name, choices in {**spec.types, **spec.parameters}.items():
         if not choices or len(set(choices)) != len(choices):
             yield f"{name!r} lists {shown(choices)}; expected one or more distinct choices"
@@ -100,7 +102,7 @@ def _tensor_faults(spec: Header, name: str, tensor: Output) -> Iterator[str]:
             "uint8": "; multiply in float8_e4m3fn, or bring it to the type of A before",
             "bool": "; give or return numbers, and compare them in the call",
         }.get(tensor.dtype, "")
-        if name in spec.outputs and "int8" in tensor.dtype:
+        if name in spec.outputs and re.fullmatch(r"(u?int|float)\d+", tensor.dtype):
             step = "; return it as float32, and cast it with torch"
         yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}{step}"
     parameter, cases = tensor.shape

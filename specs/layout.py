@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coda_agent.primitives.deferred import torch
+from coda_agent.primitives.errors import SpecError
 
 Entry = int | str
 Axes = tuple[tuple[Entry, ...], ...]
@@ -293,14 +294,16 @@ class Layout:
         """Make canonical outputs of declared ones, by the canonical inputs.
 
         Raises:
-            ValueError: An output has another shape than declared.
+            SpecError: An output has another shape than declared.
         """
         sizes = self._sizes_of(inputs)
         for part in (part for place in self.outputs for part in place.parts):
             declared = part.shape[binding.get(part.parameter, "")]
             due, got = tuple(extent(e, sizes) for e in declared), tuple(outputs[part.name].shape)
             if got != due:
-                raise ValueError(f"output {part.name!r} is {got}; expected {due} {[*declared]}")
+                message = f"output {part.name!r} is {shown(got)}; expected {shown(due)}"
+                hint = "change one of the two"
+                raise SpecError(f"{message}, as {shown(declared)} is declared", hint=hint)
         found = {p.name: p.together(outputs, sizes, binding) for p in self.outputs}
         for place in self.outputs:
             if place.dtype and found[place.name].element_size() == 2:

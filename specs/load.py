@@ -17,7 +17,7 @@ from coda_agent.primitives.objects import text_of
 from coda_agent.specs.canonical import canonical
 from coda_agent.specs.defaults import completed
 from coda_agent.specs.faults import declared_faults, faults
-from coda_agent.specs.format import Header, Spec
+from coda_agent.specs.format import Dim, Header, InPlace, Input, Output, Spec, Tolerance
 from coda_agent.specs.layout import shown
 
 _FRONT = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
@@ -116,6 +116,14 @@ _EXPECTED = {
     "model": "keys and values",
 }
 """What is expected where pydantic says that it is not, by the first word of its error's type."""
+_WITHIN = {
+    "dims": Dim, "inputs": Input, "outputs": Output, "in_place": InPlace, "tolerance": Tolerance
+}  # fmt: skip
+_FORMS = {
+    "gemm": "[A, B]", "inputs": "{A: [M, K], B: [N, K]}", "outputs": "{D: [M, N]}",
+    "shape": "[M, N]", "multiple": "2.0",
+}  # fmt: skip
+"""What is expected where a key is missing, if not a name."""
 
 
 def _first(error: ValidationError, front: str) -> str:
@@ -126,10 +134,11 @@ def _first(error: ValidationError, front: str) -> str:
     line = f"line {_line(front, fault['loc'])}: "
     context = fault.get("ctx", {})
     if fault["type"] == "extra_forbidden":
-        known = f"; expected {', '.join(Header.model_fields)}" if len(fault["loc"]) == 1 else ""
-        return f"{line}unknown key {where!r}{known}"
+        model = _WITHIN[str(fault["loc"][0])] if len(fault["loc"]) > 1 else Header
+        return f"{line}unknown key {where!r}; expected {', '.join(model.model_fields)}"
     if fault["type"] == "missing":
-        return f"missing key {where!r}"
+        key = fault["loc"][-1]
+        return f"missing key {where!r}; expected {key}: {_FORMS.get(str(key), 'NAME')}"
     if fault["type"] == "value_error":
         return f"{line}{where}: {context['error']}"
     if fault["type"] in ("too_short", "too_long"):

@@ -98,7 +98,8 @@ def located(target: str) -> tuple[Path, str]:
         )
     if place.endswith(".py") or "/" in place:
         if not (path := Path(place)).is_file():
-            raise SpecError(f"no file at {path}")
+            beside = [other.name for other in path.parent.glob("*.py")]
+            raise SpecError(f"no file at {path}", hint=near_matches(path.name, beside))
         return path, function
     folders: Sequence[str] | None = [str(Path.cwd()), *filter(None, sys.path)]
     found, name = None, ""

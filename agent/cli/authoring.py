@@ -16,7 +16,7 @@ from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.calls import Calls
 from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName, SpecName
-from coda_agent.agent.cli.report import columns, judged, progress, quiet, reported
+from coda_agent.agent.cli.report import columns, judged, progress, quiet, reported, waiting
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Connection, serve
@@ -121,14 +121,15 @@ def prompt(
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
     workspace = here()
     loaded = load_spec(resolve_spec(spec, workspace))
-    sent = prompting.request(loaded)
-    schemas = json.dumps(sent["tools"], indent=1)
-    texts = {**prompting.common(), **prompting.opening(loaded)}
-    little = {"messages": [{"role": "user", "content": "x"}]}
-    alone = [{"messages": [{"role": "user", "content": text}]} for text in texts.values()]
-    asked = [sent, little, {**little, "tools": sent["tools"]}, *alone] if cost else [sent]
-    server = server_named(base_url)
-    (total, *counts), how = _tokens(asked, model_named(model or ""), server)
+    with waiting(f"prompt of {loaded.name}"):
+        sent = prompting.request(loaded)
+        schemas = json.dumps(sent["tools"], indent=1)
+        texts = {**prompting.common(), **prompting.opening(loaded)}
+        little = {"messages": [{"role": "user", "content": "x"}]}
+        alone = [{"messages": [{"role": "user", "content": text}]} for text in texts.values()]
+        asked = [sent, little, {**little, "tools": sent["tools"]}, *alone] if cost else [sent]
+        server = server_named(base_url)
+        (total, *counts), how = _tokens(asked, model_named(model or ""), server)
     counted = how == "counted"
     if not cost:
         shown = f"# The tools, as schemas\n\n{schemas}", prompting.joined(texts)

@@ -10,7 +10,7 @@ import typer
 from coda_agent.agent import pages, workspace
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.options import completed, known_kernels, known_specs
-from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.cli.report import columns, reported, waiting
 from coda_agent.agent.cli.spec import Shapes, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
 from coda_agent.agent.explain import explain as explained
@@ -84,10 +84,11 @@ def _exports(folders: list[Path]) -> Reply:
         )
         for export in found for kernel in export["kernels"]
     ]  # fmt: skip
+    head = ("kernel", "level", "tiles", "architectures", "types", "state", "loaded by")
     faults = [fault for export in found for fault in export["faults"]]
     intact = sum(not export["faults"] for export in found)
     end = f"{intact} of {len(found)} exports are intact"
-    text = "\n".join([*[columns(rows)] * bool(rows), *faults, "", end])
+    text = "\n".join([*[columns([head, *rows])] * bool(rows), *faults, "", end])
     return Reply({"exports": found}, text, WorkspaceError.exit_code if faults else 0)
 
 
@@ -117,11 +118,12 @@ def explain(
     stage = stage or ("plan" if ":" in target or html else None)
     if html and stage != "plan":
         raise WorkspaceError(f"--html shows a plan, and --stage is {stage}", hint="--stage plan")
-    if ":" in target or stage == "plan":
-        return _planned(target, stage or "plan", shape or [], html, verbose=verbose)
-    program, spec = targets.explainable(target)
-    stage = stage or "program"
-    text = explained(spec, program, stage, variant=variant)
+    with waiting(f"{stage or 'program'} of {target}"):
+        if ":" in target or stage == "plan":
+            return _planned(target, stage or "plan", shape or [], html, verbose=verbose)
+        program, spec = targets.explainable(target)
+        stage = stage or "program"
+        text = explained(spec, program, stage, variant=variant)
     return Reply({"target": target, "stage": stage, "text": text}, text.rstrip())
 
 
@@ -148,7 +150,7 @@ def _planned(
         return Reply(document | {"html": page}, f"wrote {page}")
     if stage == "plan":
         parts = [
-            f"{heading}\n" + indent(columns(rows), "  ")
+            f"{heading}\n" + indent(columns(rows, 2), "  ")
             for heading, rows in show.lines(found, verbose=verbose)
             if rows
         ]

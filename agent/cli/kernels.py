@@ -78,7 +78,8 @@ def _admitted(path: str) -> Reply:
     from coda_agent.agent import references
 
     found = load_spec(resolve_spec(path, here()))
-    references.admitted(found)
+    with report.waiting(f"admission of {found.name}"):
+        references.admitted(found)
     return Reply(about(found), f"{found.path}: {line(found)}")
 
 

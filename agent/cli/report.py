@@ -79,9 +79,9 @@ def _own(shared: Sequence[str], given: dict[str, object], compiles: bool) -> dic
     return given
 
 
-def columns(rows: tables.Rows) -> str:
-    """Align rows; on a terminal they fit it."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def columns(rows: tables.Rows, beside: int = 0) -> str:
+    """Align rows; on a terminal they fit it, with some columns `beside` them."""
+    width = shutil.get_terminal_size().columns - beside if sys.stdout.isatty() else None
     return tables.columns(rows, width)
 
 
@@ -250,6 +250,14 @@ def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
         yield observe
     finally:
         stop()
+
+
+@contextlib.contextmanager
+def waiting(note: str) -> Iterator[None]:
+    """Say meanwhile, on a terminal, what takes its time."""
+    with progress() as observer:
+        observer("gate.started", {"gate": note})
+        yield
 
 
 def _finished(gate: str, data: "JsonObject") -> None:

@@ -61,7 +61,9 @@ def runs(
          dollars(s.spent.usd))
         for r, s in found
     ]  # fmt: skip
-    return Reply([{"run": r.id, **s.record()} for r, s in found], columns(rows) or "no runs yet")
+    head = ("run", "author", "outcome", "level, or why", "cost")
+    document = [{"run": r.id, **s.record()} for r, s in found]
+    return Reply(document, columns([head, *rows]) if rows else "no runs yet")
 
 
 def _one(found: Run, html: Path | None, format: str | None) -> Reply:

@@ -8,7 +8,7 @@ import typer
 
 from coda_agent.agent import references
 from coda_agent.agent.cli.options import completed
-from coda_agent.agent.cli.report import reported
+from coda_agent.agent.cli.report import reported, waiting
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Workspace, find, packaged_specs
 from coda_agent.primitives.errors import CodaError, WorkspaceError
@@ -49,7 +49,8 @@ def spec(
             raise CodaError("--shape and --name are of a function", hint="FILE.py:FUNCTION is one")
         return _copied(workspace, source, force=force)
     function = source_of(source)
-    path = references.new_spec(workspace.specs, function, shape or [], name, force=force)
+    with waiting(f"spec of {function.name}"):
+        path = references.new_spec(workspace.specs, function, shape or [], name, force=force)
     drafted = load_spec(path)
     named = f"a primitive is called {function.name}: --name gives another than {path.stem}\n"
     said = f"{path}: {line(drafted)}\n" + named * (not name and path.stem != function.name)

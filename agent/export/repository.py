@@ -38,11 +38,13 @@ def write(
         `folder`, `variants`, `id`, and by kernel how many `objects` it has and their `bytes`.
 
     Raises:
-        CodaError: `out` holds something else, or a kernel cannot be exported so.
+        CodaError: `out` holds something else or cannot be written, or a kernel cannot be exported
+            so.
         MachineError: what is needed to link is missing.
     """
     if out.exists() and any(out.iterdir()) and not [*out.glob(f"build/*/{_MARK}")]:
         raise CodaError(f"{out} is not empty and holds no export", hint="name another --out")
+    _check_writable(out)
     loaded = [load_kernel(kernel.folder) for kernel in kernels]
     abouts, libraries = exported(loaded, wanted, progress)
     folded, files = folds((p for x in loaded for p in x.programs.values()), wanted.archs)
@@ -65,7 +67,6 @@ def write(
     variants = [f"tvm-ffi{ffi}-{cuda}-x86_64-linux" for cuda in _CUDA]
     docs = [about["doc"] or "" for about in abouts]
     readme = page(kernels, docs, wanted, metadata["id"])
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         for name, data in files.items():
             for variant in variants:
@@ -77,6 +78,16 @@ def write(
             out.rename(Path(folder, "old"))
         Path(folder, "new").rename(out)
     return {"folder": out, "variants": variants, "id": metadata["id"], "kernels": sizes}
+
+
+def _check_writable(out: Path) -> None:
+    """Refuse a place that cannot be written, before minutes of compiling."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=out.parent).cleanup()
+    except OSError as error:
+        message = f"{out} cannot be written: {error.strerror}"
+        raise CodaError(message, hint="name another --out") from None
 
 
 def _loader() -> dict[str, bytes]:

@@ -176,8 +176,8 @@ class Workbench:
         """
         arms = self.state.tips
         if final and arms:
-            success = self.state.over == "accepted"
-            Tips.of(self.workspace).record_outcomes(self.run.id, arms, success=success)
+            passed = self.state.passed
+            Tips.of(self.workspace).record_outcomes(self.run.id, arms, success=passed)
         best = self.state.best
         self.reason = reason or self.state.over
         if best:

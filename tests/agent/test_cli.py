@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -333,6 +334,21 @@ def test_one_sentence_where_a_gpu_is_needed(
     for option in re.findall("--[a-z]+", said):
         assert option in from_help, option
     assert not (where.root / "logs" / "runs").exists()
+
+
+def test_a_terminal_is_told_what_is_waited_for(where: workspace.Workspace) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "coda_agent.agent", "explain", "gemm_swiglu", "--stage=graph"]
+    terminal = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, cwd=where.root, stdout=theirs, env=terminal) as process:
+        os.close(theirs)
+        seen = b""
+        while b"graph of gemm_swiglu" not in seen:
+            seen += os.read(ours, 1000)  # raises at the end
+        process.kill()
+    os.close(ours)
+    piped = subprocess.run(command, cwd=where.root, capture_output=True, check=True)
+    assert b"graph of" not in piped.stdout + piped.stderr
 
 
 LONG = "x" * 10_000

@@ -106,7 +106,8 @@ def test_exporting_twice_gives_equal_bytes(repository: Path) -> None:
 def test_doctor_says_what_was_exported_for_what_and_how_it_is_loaded(repository: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", "--exports", str(repository.parent)])
     assert done.exit_code == 0
-    *lines, _, end = done.stdout.splitlines()
+    head, *lines, _, end = done.stdout.splitlines()
+    assert re.split(r"  +", head)[:3] == ["kernel", "level", "tiles"]
     assert end == "1 of 1 exports are intact"
     for name, line in zip(NAMES, lines, strict=True):
         evidence = json.loads((GENERATED / name / "evidence.json").read_text())
@@ -180,7 +181,7 @@ def test_doctor_names_the_file_that_is_damaged(
     damage(path := next(copy.glob(f"build/*/{name}")))
     done = CliRunner().invoke(app, ["doctor", "--exports", str(repository), str(copy)])
     assert done.exit_code == 2
-    *lines, fault, _, end = done.stdout.splitlines()
+    _, *lines, fault, _, end = done.stdout.splitlines()
     assert end == "1 of 2 exports are intact"
     assert (str(path) in fault or str(path.parent) in fault) and said in fault
     assert [line.split()[0] for line in lines] == [*NAMES] * 2
@@ -202,6 +203,15 @@ def test_what_is_no_export_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CodaError, match="is not empty and holds no export"):
         write([Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")], tmp_path, ONE)
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/x/y", "/dev/null/x"])
+def test_what_cannot_be_written_is_refused_before_it_is_compiled(place: str) -> None:
+    kernels = [Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")]
+    with pytest.raises(
+        CodaError, match=f"^{place} cannot be written: .* \\(name another --out\\)$"
+    ):
+        write(kernels, Path(place), ONE, lambda *_: pytest.fail("it compiles"))
 
 
 def test_torch_and_tvm_ffi_alone_load_it_trace_it_and_compile_it(variant: Path) -> None:

@@ -121,7 +121,7 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
     assert where.git("rev-list", "--count", "HEAD") == "1"
     assert "Traceback" not in stderr.read_text()
     log, other = sorted(logs(where).values(), key=len, reverse=True)
-    assert (ends(log), ends(other)) == (["accepted"], ["the client left"])
+    assert (ends(log), ends(other)) == (["proved"], ["the client left"])
     assert (RunState.of(log).outcome, RunState.of(log).author) == ("passed", "mcp:tester")
     assert RunState.of(log).commit == where.git("rev-parse", "HEAD")
     numbers = [number for number, _ in told]
@@ -166,7 +166,7 @@ def test_each_run_ends_once_and_the_next_begins_with_read_spec(
         for name, given in [("write_candidate", {"text": RIGHT}), ("submit", {})]:
             late = await call(name, "gemm_swiglu", **given)
             assert late.is_error and said(late) == (
-                "this run is over: accepted (read_spec with the spec's name opens a new one)"
+                "this run is over: proved (read_spec with the spec's name opens a new one)"
             )
         again = await call("read_spec", "gemm_swiglu")
         assert again.structured_content["run"] != submitted.structured_content["run"]
@@ -176,7 +176,7 @@ def test_each_run_ends_once_and_the_next_begins_with_read_spec(
 
     talk_to(Connection(where, "cpu", commit=True), body)
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
-        "['accepted']", "['gave up: enough']", "['the client left']"
+        "['gave up: enough']", "['proved']", "['the client left']"
     ]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_the_next_connection_goes_on_with_the_run(where: workspace.Workspace, qu
         talk_to(Connection(where, "cpu", commit=True), body)
     by_spec = sorted((log[0].data["spec"], ends(log)) for log in logs(where).values())
     assert by_spec == [
-        ("gemm_rope", ["the client left"]), ("gemm_swiglu", ["the client left", "accepted"])
+        ("gemm_rope", ["the client left"]), ("gemm_swiglu", ["the client left", "proved"])
     ]  # fmt: skip
 
 
@@ -364,7 +364,7 @@ def test_read_spec_of_a_spec_that_was_changed_opens_a_run_of_what_it_is_now(
     talk_to(Connection(where, "cpu", commit=True), body)
     assert where.kernel("gemm_swiglu").spec.read_text() == path.read_text()
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
-        "['accepted']", "['its spec was changed']"
+        "['its spec was changed']", "['proved']"
     ]  # fmt: skip
 
 

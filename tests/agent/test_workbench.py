@@ -312,7 +312,7 @@ def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
     call(bench, "submit", {})
     bench.finish()
     (tip,) = Tips.of(bench.workspace).all().values()
-    assert tip.shown.runs == 0 and bench.state.over == "accepted"
+    assert tip.shown.runs == 0 and bench.state.over == "proved"
 
 
 @pytest.mark.parametrize("holdout", [0.0, 1.0])
@@ -357,8 +357,8 @@ def test_submit_commits_once_and_ends_the_run(bench: Workbench) -> None:
     assert refused.ok and refused.data["passed"] is False and bench.state.over is None
     say(bench, "write_candidate", text=RIGHT)
     assert "accepted as proved, commit" in say(bench, "submit")
-    assert "this run is over: accepted" in fail(bench, "submit")
-    assert "this run is over: accepted" in fail(bench, "write_candidate", text=WRONG)
+    assert "this run is over: proved" in fail(bench, "submit")
+    assert "this run is over: proved" in fail(bench, "write_candidate", text=WRONG)
     assert bench.workspace.git("rev-list", "--count", "HEAD") == "1"
 
 
@@ -479,7 +479,7 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
     (listed,) = run("runs")
     assert (listed["outcome"], listed["reason"], listed["author"]) == (
         "passed",
-        "accepted",
+        "proved",
         "someone",
     )
     assert "this run is over" in run("tool", "submit", "--run", started, code=2)["text"]
@@ -487,6 +487,7 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
 
     shown = runner.invoke(app, ["runs", "last"]).stdout
     assert "log_tip" in shown and "committed" in shown
+    assert "gemm_swiglu by someone: passed, proved, commit" in shown
     runner.invoke(app, ["runs", "last", "--html", "page.html"])
     assert "write_candidate" in (where.root / "page.html").read_text()
     assert "Mind the imports." in runner.invoke(app, ["tips"]).stdout

@@ -137,6 +137,18 @@ def test_hints_for_an_unknown_name() -> None:
     names = ["ColSum", "RowSum", "silu", "swiglu"]
     assert near_matches("sum", names) == "did you mean ColSum or RowSum?"
     assert near_matches("sylu", names) == "did you mean silu or swiglu?"
+    assert near_matches("gated17", ["batched", "rope"]) == "known: batched, rope"
+    kernels = [
+        "gated16",
+        "gemm_fp8_swiglu",
+        "gemm_lora",
+        "gemm_rmsnorm",
+        "gemm_rope",
+        "gemm_swiglu",
+    ]
+    assert near_matches("swiglu", kernels) == "did you mean gemm_swiglu or gemm_fp8_swiglu?"
+    assert near_matches("rmsnrom", kernels) == "did you mean gemm_rmsnorm?"
+    assert near_matches("gemm_foo", kernels) == f"known: {', '.join(kernels)}"
     assert near_matches("zzz", names) == "known: ColSum, RowSum, silu, swiglu"
     many = [f"k{i:02}" for i in range(15)]
     assert near_matches("zzz", many) == f"known: {', '.join(many[:12])} and 3 more"

@@ -80,6 +80,21 @@ def test_dims_that_no_operation_ties_are_tried() -> None:
     assert front["inputs"]["t"]["draw"] == {"integers": [0, "N"]}
 
 
+@pytest.mark.parametrize(
+    ("width", "view", "unit"),
+    [(128, "-1, cos.shape[1]", 128), (64, "-1, cos.shape[1]", 64), (128, "8, -1, 128", 1024)],
+)
+def test_a_heads_width_that_no_operation_ties_is_a_number(width: int, view: str, unit: int) -> None:
+    """Queries, or those of eight groups, turned by tables of one head."""
+    body = f"""q = (x @ w.T).view(x.shape[0], {view})
+a, b = q.chunk(2, -1)
+c, s = (t.view(-1, {"1, " * view.count(",")}t.shape[1]) for t in (cos, sin))
+return (q * c + torch.cat((-b, a), -1) * s).flatten(1)"""
+    spec, front = drafted(body, SQUARE | {"cos": (S, width), "sin": (S, width)})
+    assert [faces(spec)[x][0] for x in ("cos", "sin")] == [["M", width]] * 2
+    assert front["dims"]["N"] == {"multiple_of": unit}
+
+
 def test_parts_of_columns_and_heads() -> None:
     spec, _ = drafted(
         "z = x @ w.T\nreturn F.silu(z[:, ::2]) * z[:, 1::2] + c", SQUARE | {"c": (S, S // 2)}
@@ -162,6 +177,18 @@ def test_a_number_that_is_used_as_a_tensor() -> None:
     spec, _ = drafted(body, SQUARE | {"scale": ()})
     assert faces(spec)["scale"] == ([], "float32")
     assert "    # CLIP\n    scale = torch.as_tensor(scale)\n    return scale.exp()" in spec.text
+
+
+def test_halves_of_eight_bits_are_whole_units_of_16_bytes() -> None:
+    body = """z = (x.float() @ w.float().T) * s
+g = F.silu(z[:, 0::2]) * z[:, 1::2]
+return g.clamp(-448, 448).to(torch.float8_e4m3fn), g.abs().amax(-1)"""
+    eight = dict.fromkeys("xw", "float8_e4m3fn") | {"s": "float32"}
+    spec, front = drafted(body, SQUARE | {"s": (S,)}, **eight)
+    assert faces(spec)["out1"] == (["M", "N/2"], "float8_e4m3fn")
+    assert front["dims"] == {"M": {}, "N": {"multiple_of": 32}, "K": {"multiple_of": 16}}
+    with pytest.raises(SpecError, match=r"4112; a kernel takes multiples of 32 .*pad it to 4128"):
+        drafted(body, SQUARE | {"w": (4112, S), "s": (4112,)}, **eight)
 
 
 def test_letters_stay_as_they_were_given() -> None:
@@ -282,6 +309,27 @@ def test_element_types() -> None:
         ),
         ("raise ValueError", SQUARE, "model.py:5: the function raises ValueError: no message"),
         ("return (x @ w.T) * 0", SQUARE, "model.py: f: output 'out' is all zero"),
+        ("z = x @ w.T\nreturn z, z[:, 4096:]", SQUARE, "model.py: out2 is empty, with an extent of 0"),
+        (
+            "return (x @ w.T)[:, 1:]", SQUARE,
+            "model.py: out has an extent of 79 where M = 3, N = 80, K = 56, which is no part of a dim"
+            " (return it as the product has it",
+        ),
+        (
+            "return x @ w.T + b[1:]", SQUARE | {"b": (S + 1,)},
+            "model.py: b has an extent of 57601 where M = 34560, N = 57600, K = 80640, which is no pa"
+            "rt of a dim (take that part in the call, and give it as the argument)",
+        ),
+        (
+            "return (x @ w.T).double()", SQUARE,
+            "model.py: out: unknown dtype 'float64'; expected one of T, bfloat16, float16, float32, "
+            "float8_e4m3fn, int32, int64; return it as float32, and cast it with torch",
+        ),
+        (
+            "return x @ w.T", SQUARE | {"b": (S,)},
+            "model.py: f: no output depends on 'b' by more than its tolerance; draw larger ones, or l"
+            "eave it out",
+        ),
     ],
 )  # fmt: skip
 def test_refusals_speak_of_the_function(body: str, shapes: Any, message: str) -> None:

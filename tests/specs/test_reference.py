@@ -324,15 +324,24 @@ def test_an_output_that_left_float64_is_refused() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return {'O': torch.zeros_like(A @ B.T)}", "output 'O' is all zero"),
-        ("return {'O': torch.ones_like(A @ B.T)}", "output 'O' is constant"),
+        (
+            "return {'O': torch.zeros_like(A @ B.T)}",
+            "'O' is all zero; draw what moves it, or leave it out",
+        ),
+        (
+            "return {'O': torch.ones_like(A @ B.T)}",
+            "'O' is constant; draw what moves it, or leave it",
+        ),
         ("return {'O': (A @ B.T * 0 + 1 + 1e-4 * u[:, None]).bfloat16()}", "'O' is constant"),
         ("return {'O': torch.eye(8, 16, dtype=A.dtype)}", "is constant: it depends on no input"),
         ("return {'O': A[:, :16] * 1}", "no output depends on both GEMM operands, A and B"),
         ("return {'O': B[:, :8].T * 1}", "no output depends on both GEMM operands, A and B"),
         ("return {'O': (A @ B.T).log()}", "output 'O' has non-finite values"),
         ("return {'O': A @ B.T / 0}", "output 'O' has infinite values"),
-        ("return {'O': B @ A.T}", "output 'O' is bfloat16 [16, 8]; expected bfloat16 [8, 16]"),
+        (
+            "return {'O': B @ A.T}",
+            "[16, 8]; expected bfloat16 [8, 16], as it is declared: change one",
+        ),
         ("return {'O': (A @ B.T).float()}", "output 'O' is float32 [8, 16]; expected bfloat16"),
         ("return {'O': A.mul_(2) @ B.T}", "the reference changes its input 'A' in place"),
     ],

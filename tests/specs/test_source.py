@@ -183,6 +183,7 @@ def test_a_module_is_found_and_not_imported(
         "layers.absent:f": "no module 'layers.absent'",
         "math:sin": "no module 'math' with Python source",
         "absent.py:f": "no file at absent.py",
+        "layers/fn.py:f": "no file at layers/fn.py (did you mean ffn.py?)",
         "layers": "'layers' names no function",
         ":f": "':f' names no function",
     }.items():

@@ -62,7 +62,7 @@ class Ladder(Author):
             yield from self._compose(bench)
         reason = bench.state.over
         for number in range(max(1, talk.begun), len(self.rungs) + 1):
-            if bench.state.over == "accepted":
+            if bench.state.passed:
                 break
             left = self.options.budget.usd - (bench.state.spent.usd or 0.0)
             share = self.options.budget.usd - left + left / (len(self.rungs) - number + 1)

@@ -86,7 +86,7 @@ def accepted(where: Workspace, outcome: pipeline.Outcome) -> None:
     assert where.kernel("gemm_swiglu").program.read_text() == RIGHT
     assert where.kernel("gemm_swiglu").evidence.author == "claude"
     state = RunState.of(log_of(where))
-    assert (state.outcome, state.commit, state.reason) == ("passed", outcome.commit, "accepted")
+    assert (state.outcome, state.commit, state.reason) == ("passed", outcome.commit, "proved")
     assert [event.seq for event in log_of(where)] == list(range(len(log_of(where))))
 
 

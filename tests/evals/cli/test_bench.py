@@ -33,10 +33,11 @@ def bench(*args: str, code: int = 0) -> Any:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--suite", "none"], "no suite 'none', expected one of kernels, paper, shapes"),
-        (["--case", "gemm_swish"], "no case 'gemm_swish', expected gemm_bias_act 4096"),
-        (["--contender", "mine"], "no contender 'mine', expected ours, gemm, compile"),
-        (["--regime", "cold"], "no regime 'cold', expected "),
+        (["--suite", "none"], "no suite 'none' (known: fuse, gradients, host, kernels, lay"),
+        (["--suite", "papr"], "no suite 'papr' (did you mean paper?)"),
+        (["--case", "gemm_swish"], "no case 'gemm_swish' (known: gemm_bias_act 4096"),
+        (["--contender", "mine"], "no contender 'mine' (known: "),
+        (["--regime", "cold"], "no regime 'cold' (known: "),
     ],
 )
 def test_what_there_is_not_is_one_line(where: Path, args: list[str], said: str) -> None:
