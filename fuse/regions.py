@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import ancestors, reached
+from coda_agent.agent.authors.composer.calls import ancestors, argument, reached
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
@@ -279,9 +279,16 @@ def _counts(node: fx.Node) -> bool:
     return bool(sizes) and node.target not in _SIZED
 
 
-def _is_float32s(node: fx.Node) -> bool:
-    """Whether float32, in which a kernel computes, holds a value: no float64, nor large sums."""
+def _is_held(node: fx.Node) -> bool:
+    """Whether a kernel, which computes in float32, has a value as it is.
+
+    It has no float64 and no large whole numbers, and its largest over rows passes NaN over.
+    """
     dtype = node.meta["val"].dtype
+    if node.target in (aten.amax.default, aten.amin.default):
+        (source,), dims = node.all_input_nodes, argument(node, 1, "dim", [])
+        ndim = source.meta["val"].ndim
+        return [d % ndim for d in dims] == [ndim - 1]
     if node.target in _SUMS and not dtype.is_floating_point:
         return root(node.all_input_nodes[0], *CASTS).meta["val"].dtype is torch.bool
     return dtype is not torch.float64
@@ -316,7 +323,7 @@ def _grown(
             and node.target not in PRODUCTS
             and isinstance(node.meta.get("val"), torch.Tensor)
             and not _counts(node)
-            and _is_float32s(node)
+            and _is_held(node)
             and outside.isdisjoint(node.all_input_nodes)
             and not _through(node, taken, needing, first)
             and len(nodes) < _NODES

@@ -42,6 +42,11 @@ def _fold(raws, outs, numbers, COMBINE: tl.constexpr, KEPT: tl.constexpr, FOLDED
 
 
 @triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _fold_one(
     raw,
     out,
@@ -70,7 +75,7 @@ def _fold_one(
         if summed:
             total += tl.sum(x, 1)
         else:
-            before, top = top, tl.maximum(top, tl.max(x, 1))
+            before, top = top, _larger(top, tl.reduce(x, 1, _larger))
             if COMBINE == "logsumexp":
                 # Where all is -inf so far, so is the result: 0 stands in for the shift.
                 shift = tl.where(top == float("-inf"), 0.0, top)

@@ -69,8 +69,8 @@ class Reduction(Output):
         if cls.combine == "logsumexp":
             return tiles.logsumexp(-1)
         if cls.combine in ("max", "min"):
-            # As the GPU: NaN is passed over.
-            known = torch.where(tiles.isnan(), identity, tiles)
+            # As the GPU: over rows NaN is passed over.
+            known = torch.where(tiles.isnan(), identity, tiles) if cls.over_rows else tiles
             return known.amax(-1) if cls.combine == "max" else known.amin(-1)
         return tiles.sum(-1) / block if cls.mean else tiles.sum(-1)
 
@@ -104,10 +104,10 @@ class Reduction(Output):
             return (MaskedColSum if cls.over_rows else MaskedRowSum)(name)
         if cls.combine == "logsumexp":
             return OnlineLSEReduce(name)
-        if cls.combine == "min":
-            from coda_agent.primitives.stores import MinReduce
+        if cls.combine in ("max", "min") and not cls.over_rows:
+            from coda_agent.primitives.stores import MaxReduce, MinReduce
 
-            return MinReduce(name)
+            return (MaxReduce if cls.combine == "max" else MinReduce)(name)
         op = RowVecReduce if cls.over_rows else ColVecReduce
         return op(name, combine=cls.combine, scaled=o in lowering.scaled)
 
@@ -143,26 +143,22 @@ class RowMean(Reduction):
 
 
 class RowMax(Reduction):
-    """Maximum of each row, for quantisation scales and softmax statistics.
+    """Maximum of each row, for quantisation scales and softmax statistics; NaN stays NaN.
 
-    NaN elements are passed over, as the GPU's max instruction does.
-
-        @epilogue(D=Tile, m=RowMax)
-        def amax(acc):
-            return {"D": acc, "m": absolute(acc)}
+    @epilogue(D=Tile, m=RowMax)
+    def amax(acc):
+        return {"D": acc, "m": absolute(acc)}
     """
 
     combine = "max"
 
 
 class RowMin(Reduction):
-    """Minimum of each row, for the zero points of asymmetric quantisation.
+    """Minimum of each row, for the zero points of asymmetric quantisation; NaN stays NaN.
 
-    NaN elements are passed over, as the GPU's min instruction does.
-
-        @epilogue(D=Tile, low=RowMin, high=RowMax)
-        def extent(acc):
-            return {"D": acc, "low": acc, "high": acc}
+    @epilogue(D=Tile, low=RowMin, high=RowMax)
+    def extent(acc):
+        return {"D": acc, "low": acc, "high": acc}
     """
 
     combine = "min"

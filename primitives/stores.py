@@ -5,6 +5,7 @@
   lanes at full width. So `PairStore` poses as a reduction to collect its values, and as a tile
   store to write them.
 - Its half-width store permutes 8-bit values for SM90 too, but declares them for SM100 only.
+- Its maximum passes NaN over, where PyTorch's gives NaN.
 - Its target select writes float32 only, trusts the index, and leaves rows unwritten.
 - It compiles kernels whose epilogue leaves room for one stage of the mainloop; they deadlock.
 - It puts K in parts only where the GEMM's own store D exists, though only host code reads D.
@@ -116,11 +117,25 @@ def _among(numbers: list[int], x: Int32) -> Boolean:
     return found
 
 
-class MinReduce(ColVecReduce):
-    """quack's maximum over the columns of each row, of the negated values."""
+class MaxReduce(ColVecReduce):
+    """quack's maximum over the columns of each row, but that NaN stays NaN."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, combine="max")
+
+    def _merge(self, vals: Sequence[Float32], others: Sequence[Float32]) -> tuple[Float32]:
+        return (cute.arch.fmax(vals[0], others[0], nan=True),)
+
+    def fn_sink_flush(self, gemm: Any, state: Any, frag: cute.Tensor, scale: Any = None) -> None:
+        if self._mask_oob_active():
+            state, coords, limit = state
+            self._mask_oob(frag, coords, limit, gemm.cta_tile_shape_mnk[:2])
+        for i in range(cute.size(state)):
+            state[i] = cute.arch.fmax(state[i], frag[i], nan=True)
+
+
+class MinReduce(MaxReduce):
+    """The minimum, as the maximum of the negated values."""
 
     def fn_sink_flush(self, gemm: Any, state: Any, frag: cute.Tensor, scale: Any = None) -> None:
         frag.store(-frag.load())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from cutlass import Boolean, Float32, Numeric, cute
@@ -13,6 +14,7 @@ from coda_agent.primitives.fast_math import Lanes
 
 _arch: Any = cute.arch
 _math: Any = cute.math
+_larger = partial(_arch.fmax, nan=True)
 
 
 def fold_rows(combine: str, sums: Any, values: Sequence[Lanes], inside: Boolean) -> None:
@@ -30,8 +32,7 @@ def folded(combine: str, values: Sequence[Lanes], inside: Boolean) -> list[Float
     values = [Float32(select_(inside, Float32(v), identity)) for v in values]
     if combine == "add":
         return [_arch.warp_reduction_sum(_tree(values, lambda x, y: x + y))]
-    # With the identity, so that NaN is passed over where nothing else is there.
-    top = _arch.warp_reduction_max(_tree([identity, *values], _arch.fmax))
+    top = _arch.warp_reduction(_tree(values, _larger), _larger)
     if combine == "max":
         return [top]
     shift = _shift(top)
@@ -43,7 +44,7 @@ def total(combine: str, planes: list[list[Any]]) -> Numeric:
     """Fold the partials of a CTA's warps."""
     if combine == "add":
         return _tree(planes[0], lambda x, y: x + y)
-    top = _tree(planes[0], _arch.fmax)
+    top = _tree(planes[0], _larger)
     if combine in ("max", "min"):
         return top if combine == "max" else -top
     shift = _shift(top)

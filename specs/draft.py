@@ -24,6 +24,7 @@ from coda_agent.specs.defaults import TYPES
 from coda_agent.specs.dims import PRIMES, Dims, check_sizes, find_units
 from coda_agent.specs.format import DTYPES
 from coda_agent.specs.front_matter import Face, Front, sizes_listed
+from coda_agent.specs.layout import extent
 from coda_agent.specs.load import load_spec
 from coda_agent.specs.source import Example, Source, with_tensors
 from coda_agent.specs.tracing import Trace, operands, traced
@@ -104,7 +105,10 @@ class _Draft:
         dims = Dims(self.called, self.example, self.sizes, trace, first, second)
         find_units(dims)
         check_sizes(dims)
-        outputs, types = _cut(dims)
+        try:
+            outputs, types = _cut(dims)
+        except SpecError as fault:  # it may cut columns by numbers, such as y[:, 256:]
+            outputs, types = self._with_fixed_columns(dims, fault)
         _align(dims, outputs)
         lines = probes.pairs(dims, outputs, first, second)
         lines += probes.scales(dims, first, second)
@@ -127,6 +131,23 @@ class _Draft:
                 said = error.message.replace(line[1], number, 1) if line else error.message
                 faults.append(SpecError(said, hint=error.hint))
         raise faults[0]
+
+    @staticmethod
+    def _with_fixed_columns(
+        dims: Dims, fault: SpecError
+    ) -> tuple[dict[str, Face], tuple[str, ...]]:
+        """Cut the outputs where the product has the example's columns; else raise `fault`."""
+        dims.fixed |= {x: dims.sizes[x] for x in dims.columns}
+        try:
+            find_units(dims)
+            outputs, types = _cut(dims)
+        except Exception:  # the function's own, too
+            raise fault from None
+        widths = [face.shape[-1] for face in outputs.values() if len(face.shape) > 1]
+        whole = sum(extent(x, dims.fixed) for x in widths)
+        if whole != sum(dims.fixed[x] for x in dims.columns):
+            raise fault
+        return outputs, types
 
     def _front(
         self,

@@ -57,7 +57,7 @@ def llama_rope_q(x, wq, cos, sin, head_dim: int = 128):
 
 def phi3_qkv(hidden_states, qkv_proj, cos, sin):
     qkv = F.linear(hidden_states, qkv_proj)
-    query_states, key_states, value_states = qkv.split([256, 64, 64], dim=-1)
+    query_states, key_states, value_states = qkv[:, :256], qkv[:, 256:320], qkv[:, 320:]
 
     def rotate_half(x):
         x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]

@@ -19,6 +19,7 @@ from coda_agent.primitives import (
     RowLogSumExp,
     RowMax,
     RowMean,
+    RowMin,
     RowSum,
     RowVector,
     Tile,
@@ -132,14 +133,33 @@ def all_folds(acc, b: RowVector):
 
 @pytest.mark.parametrize("config", unfused_forms(all_folds), ids=lambda c: c.label)
 def test_nan_and_infinity_unfused(config: TileConfig) -> None:
-    """As of a fused kernel: maxima pass NaN over, and nothing spreads."""
+    """As of a fused kernel: a row's maximum keeps NaN, a column's passes it over."""
     a, b = integers(77, 64, 12), integers(272, 64, 13)
     a[3], b[5] = float("nan"), float("nan")
     bias = torch.zeros(272, device="cuda")
     bias[7] = float("-inf")
     got, want = (bound(all_folds)(a, b, {"b": bias}, config=c) for c in (config, DEFAULT))
+    assert got["top"].isnan().all() and not got["c"].isnan().any()
     for o in got:
         torch.testing.assert_close(got[o], want[o], rtol=1e-5, atol=1e-3, equal_nan=True)
+
+
+@epilogue(low=RowMin, top=RowMax)
+def extremes(acc, X: Tile):
+    return {"low": acc + X, "top": acc + X}
+
+
+@pytest.mark.parametrize("config", [DEFAULT, WIDE, COOPERATIVE, *unfused_forms(extremes)],
+                         ids=lambda c: c.label)  # fmt: skip
+def test_one_nan_is_that_rows_extreme(config: TileConfig) -> None:
+    a, b = integers(300, 64, 14), integers(528, 64, 15)
+    x = torch.zeros(300, 528, device="cuda", dtype=torch.bfloat16)
+    for row, column in ((0, 0), (7, 131), (150, 527), (299, 300)):
+        x[row, column] = float("nan")
+    got, due = bound(extremes)(a, b, {"X": x}, config=config), a.float() @ b.float().T + x.float()
+    assert torch.equal(got["low"].isnan(), x.isnan().any(1))
+    torch.testing.assert_close(got["low"], due.amin(1), equal_nan=True)
+    torch.testing.assert_close(got["top"], due.amax(1), equal_nan=True)
 
 
 @pytest.mark.parametrize(
