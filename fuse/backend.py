@@ -19,9 +19,6 @@ from coda_agent.fuse.loops import join_loops
 from coda_agent.fuse.losses import spell_by_rows
 from coda_agent.fuse.masks import by_masks, fold_given_masks
 from coda_agent.primitives.errors import CodaError
-from coda_agent.runtime.program_operator import kernel_operator
-
-kernel_operator()  # a graph out of a cache calls it, and no pass of ours runs before
 
 
 def coda(

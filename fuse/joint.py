@@ -37,6 +37,9 @@ from coda_agent.fuse.verify import known_fault
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import fingerprint
 from coda_agent.runtime.function import supported
+from coda_agent.runtime.program_operator import kernel_operator
+
+kernel_operator()  # a graph out of a cache calls it, and no pass of ours runs before
 
 SEEN: ContextVar[list[Shown] | None] = ContextVar("SEEN", default=None)
 """Where graphs that are compiled are described, for who asks."""
