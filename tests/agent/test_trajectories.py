@@ -20,10 +20,10 @@ from coda_agent.agent.state import RunState
 TRAJECTORIES = Path(__file__).parents[2] / "logs" / "trajectories"
 RUNS = sorted(path.parent for path in TRAJECTORIES.glob("*/events.jsonl"))
 ON_A_GPU = ("gpu", "benchmark")
-FALSE_PASSES = {"3a059348f4d5", "3b5172112975", "04f5008da55f"}
+FALSE_PASSES = {"3a059348f4d5", "3b5172112975", "04f5008da55f", "a754c64e893c"}
 """Candidates that passed when no instruction ran without a GPU, copysign's arguments swapped; when
 inputs never left a spec's draw, log(1 + |z|), which loses small z; and when digits in float32 did
-not count, 1 - 2 / (1 + e^z) for a tanh, which loses them too."""
+not count, 1 - 2 / (1 + e^z) for a tanh, which loses them too, and squares of numbers of 1e20."""
 FALSE_REFUSALS = {"8ff9acb2ce7b"}
 """One that was refused when NaN of an infinity counted: a softmax of pairs as two sigmoids."""
 
