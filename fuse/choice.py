@@ -15,7 +15,8 @@ from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
 from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.kernels import Kernel
-from coda_agent.fuse.regions import Region, described
+from coda_agent.fuse.nodes import described
+from coda_agent.fuse.regions import Region
 from coda_agent.fuse.timing import Inductor, fastest
 from coda_agent.fuse.verify import distance, drawn, operands_of
 from coda_agent.primitives.errors import CodaError, MachineError

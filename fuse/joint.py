@@ -27,8 +27,7 @@ from coda_agent.fuse.choice import compile_ahead, timed, untimed
 from coda_agent.fuse.hints import hinted
 from coda_agent.fuse.kept import SOURCES, path_of, remember, remembered
 from coda_agent.fuse.kernels import Kernel, chosen
-from coda_agent.fuse.nodes import PRODUCTS, is_tangent, mark_backward
-from coda_agent.fuse.regions import described
+from coda_agent.fuse.nodes import PRODUCTS, described, is_tangent, mark_backward
 from coda_agent.fuse.replace import replace_regions
 from coda_agent.fuse.rules import prepare
 from coda_agent.fuse.show import Shown, shown

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.calls import argument
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 
 aten = torch.ops.aten
@@ -26,6 +27,9 @@ VIEWS = (
 TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SCATTERED = (aten.scatter_add.default, aten.scatter.src)
+_SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+_BY_COUNT = (aten.mean.dim, aten.mean.default, aten.var.correction, aten.var_mean.correction)
+_SUMS = (aten.sum.dim_IntList, aten.sum.default)
 SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
 
 
@@ -216,3 +220,49 @@ def evaluate(nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             target: Any = node.target
             values[node] = target(*args, **kwargs)
+
+
+def described(graph: fx.Graph) -> str:
+    """Write down a graph by what its calls are, whatever their names."""
+    places: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    for node in graph.nodes:
+        places[node] = f"%{len(places)}"
+        args = torch.fx.map_arg((node.args, node.kwargs), lambda x: _Place(places[x]))
+        value = node.meta.get(SYMBOLIC, node.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            shape = f"{[*value.shape]} {[*value.stride()]} {value.dtype} {value.device.type}"
+        else:
+            shape = str(value)
+        target = "" if node.op == "placeholder" else node.target
+        lines.append(f"{node.op} {target} {args} {shape}")
+    return "\n".join(lines)
+
+
+class _Place(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def counts(node: fx.Node) -> bool:
+    """Whether a node's values, not only its shape, depend on symbols."""
+    if node.target in _BY_COUNT:
+        rows = shape_of(node.all_input_nodes[0])[:-1]
+        return any(not isinstance(x, int) for x in rows)
+    sizes = [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), torch.Tensor)]
+    return bool(sizes) and node.target not in _SIZED
+
+
+def is_held(node: fx.Node) -> bool:
+    """Whether a kernel, which computes in float32, has a value as it is.
+
+    It has no float64 and no large whole numbers, and its largest over rows passes NaN over.
+    """
+    dtype = node.meta["val"].dtype
+    if node.target in (aten.amax.default, aten.amin.default):
+        (source,), dims = node.all_input_nodes, argument(node, 1, "dim", [])
+        ndim = source.meta["val"].ndim
+        return [d % ndim for d in dims] == [ndim - 1]
+    if node.target in _SUMS and not dtype.is_floating_point:
+        return root(node.all_input_nodes[0], *CASTS).meta["val"].dtype is torch.bool
+    return dtype is not torch.float64

@@ -19,31 +19,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import ancestors, argument, reached
+from coda_agent.agent.authors.composer.calls import ancestors, reached
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
-from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.agent.authors.composer.subgraph import compose_graph
 from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.nodes import (
-    CASTS,
     PRODUCTS,
     SHORT,
     SUM,
     VIEWS,
     alike,
+    counts,
+    described,
+    is_held,
     operands,
-    root,
-    shape_of,
 )
 from coda_agent.fuse.reads import read_along
 from coda_agent.fuse.stores import compared_extremes, compute_again, gathered_of, stored_of
 
 aten = torch.ops.aten
-_SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-_BY_COUNT = (aten.mean.dim, aten.mean.default, aten.var.correction, aten.var_mean.correction)
-_SUMS = (aten.sum.dim_IntList, aten.sum.default)
 _NODES, _ATTEMPTS = 96, 24
 """Nodes of a region at most, and how often the composer is asked for one."""
 _ALONE = "nothing follows it that a kernel could take along"
@@ -248,52 +244,6 @@ def _is_kept(nodes: Sequence[fx.Node]) -> bool:
 _COMPOSED: dict[str, tuple[list[fx.Node], Composition | Refusal]] = {}
 
 
-def described(graph: fx.Graph) -> str:
-    """Write down a graph by what its calls are, whatever their names."""
-    places: dict[fx.Node, str] = {}
-    lines: list[str] = []
-    for node in graph.nodes:
-        places[node] = f"%{len(places)}"
-        args = torch.fx.map_arg((node.args, node.kwargs), lambda x: _Place(places[x]))
-        value = node.meta.get(SYMBOLIC, node.meta.get("val"))
-        if isinstance(value, torch.Tensor):
-            shape = f"{[*value.shape]} {[*value.stride()]} {value.dtype} {value.device.type}"
-        else:
-            shape = str(value)
-        target = "" if node.op == "placeholder" else node.target
-        lines.append(f"{node.op} {target} {args} {shape}")
-    return "\n".join(lines)
-
-
-class _Place(str):
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _counts(node: fx.Node) -> bool:
-    """Whether a node's values, not only its shape, depend on symbols."""
-    if node.target in _BY_COUNT:
-        rows = shape_of(node.all_input_nodes[0])[:-1]
-        return any(not isinstance(x, int) for x in rows)
-    sizes = [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), torch.Tensor)]
-    return bool(sizes) and node.target not in _SIZED
-
-
-def _is_held(node: fx.Node) -> bool:
-    """Whether a kernel, which computes in float32, has a value as it is.
-
-    It has no float64 and no large whole numbers, and its largest over rows passes NaN over.
-    """
-    dtype = node.meta["val"].dtype
-    if node.target in (aten.amax.default, aten.amin.default):
-        (source,), dims = node.all_input_nodes, argument(node, 1, "dim", [])
-        ndim = source.meta["val"].ndim
-        return [d % ndim for d in dims] == [ndim - 1]
-    if node.target in _SUMS and not dtype.is_floating_point:
-        return root(node.all_input_nodes[0], *CASTS).meta["val"].dtype is torch.bool
-    return dtype is not torch.float64
-
-
 def _is_bare(composition: Composition) -> bool:
     """Whether its program only multiplies."""
     return all(expr.op == "acc" for expr in composition.rewritten.values.values())
@@ -322,8 +272,8 @@ def _grown(
             and node not in taken
             and node.target not in PRODUCTS
             and isinstance(node.meta.get("val"), torch.Tensor)
-            and not _counts(node)
-            and _is_held(node)
+            and not counts(node)
+            and is_held(node)
             and outside.isdisjoint(node.all_input_nodes)
             and not _through(node, taken, needing, first)
             and len(nodes) < _NODES

@@ -15,8 +15,8 @@ from coda_agent.agent.authors.composer.retrace import plain
 from coda_agent.fuse.around import alone
 from coda_agent.fuse.kept import path_of, remember, remembered
 from coda_agent.fuse.kernels import arguments
-from coda_agent.fuse.nodes import entered, evaluate
-from coda_agent.fuse.regions import Region, described, ports_of
+from coda_agent.fuse.nodes import described, entered, evaluate
+from coda_agent.fuse.regions import Region, ports_of
 from coda_agent.primitives.imports import import_quack
 from coda_agent.runtime.program_operator import function_of
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from coda_agent.evals.judge import plans
 from coda_agent.evals.judge.plans import cut_function, fault, function, tensors, tried
+from coda_agent.fuse.nodes import described
 from coda_agent.fuse.record import recorded
-from coda_agent.fuse.regions import Region, cut, described, order
+from coda_agent.fuse.regions import Region, cut, order
 
 D, H, KV, FF = 192, 64, 96, 96  # a row of D is no group of columns in one tile
 
