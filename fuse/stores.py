@@ -126,7 +126,8 @@ def _read_later(nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
     for node in sorted(nodes):
         if users := _outside(node, nodes, later=True):
             far = _roots(node, nodes, set()) if are_products(users) else {node}
-            read |= far if far <= stored else _roots(node, nodes, stored - {node})
+            ways = (far, _roots(node, nodes, stored - {node}), _roots(node, nodes, stored))
+            read |= next((way for way in ways if way <= stored), stored)
     return read if bytes_of(read) < bytes_of(stored) else stored
 
 

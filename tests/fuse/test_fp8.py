@@ -128,6 +128,15 @@ def test_a_product_with_factors_of_its_own_stays_in_16_bits() -> None:
     assert norms(got.detach(), own.detach().double()) < 0.01
 
 
+@pytest.mark.filterwarnings("error:.*left as it was")
+def test_a_residual_that_a_product_reads() -> None:
+    x, w = (drawn(*shape).requires_grad_() for shape in ((48, D), (D, D)))
+    call = lambda x, w: F.relu(F.linear(x + F.linear(x, w), w))
+    with watched() as seen:
+        assert norms(fuse(call, options=FP8)(x, w).detach(), call(x, w).double().detach()) < 0.1
+    assert len(seen[0].kernels) >= 2
+
+
 def test_another_word_is_refused() -> None:
     with pytest.raises(Exception, match="fp8 is 'both', expected 'forward'"):
         fuse(lambda x: x + 1, options={"fp8": "both"})(drawn(4, 4))

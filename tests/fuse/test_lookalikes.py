@@ -254,6 +254,50 @@ def a_high_part_and_the_rest(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return high, a - high.float()
 
 
+def sums_of_shares_of_halves(x: Tensor, w: Tensor) -> Tensor:
+    gate, up = (x * 4 @ (w * 4).T).chunk(2, -1)
+    e = (gate * up).float().exp()
+    return (e / e.sum(-1, keepdim=True)).sum(-1)
+
+
+def probabilities_beside_a_copy(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    a = product(x * 16, w) / 0.7
+    return a.bfloat16().isfinite(), a.log_softmax(-1).exp().sum(-1)
+
+
+def a_spread_by_second_moments(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x * 0.01, w) + (x @ w[:1].T) * 64
+    z = z.bfloat16().float()
+    mean = z.mean(-1, keepdim=True)
+    return ((z * z).mean(-1, keepdim=True) - mean * mean + 1e-5).isnan().sum(-1) + 1
+
+
+def the_most_likely(x: Tensor, w: Tensor) -> Tensor:
+    z = x * 16 @ w.T
+    return (z.amax(-1).float() - z.float().logsumexp(-1)).clamp(min=0).sum() + 1
+
+
+def constant_columns_normalised(x: Tensor, w: Tensor) -> Tensor:
+    z = product(x[:1].expand(M, K), w)
+    return 1 + (z - z.sum(0) / M) * 64
+
+
+def roundings_met_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+    a = product(x, w) * torch.linspace(1, 2, N)
+    q = a.bfloat16().float()
+    near = a.logsumexp(-1) - q.logsumexp(-1)
+    found = torch.add(a, q, alpha=-1), a / q - 1, near, a.sum(-1) - q.sum(-1)
+    return torch.stack([t.norm() > 1e-5 for t in found]).float()
+
+
+def whole_by_a_large_number(x: Tensor, w: Tensor) -> Tensor:
+    return (product(x, w) * 100 + 12582912.0) - 12582912.0
+
+
+def what_leaves_float16(x: Tensor, w: Tensor) -> Tensor:
+    return (product(x, w) * 1e6).half().float().abs().amax(-1)[:4].clamp(max=1e9)
+
+
 def millions_for_each(x: Tensor, w: Tensor) -> Tensor:
     return ((product(x, w) > 0).long() * 1000003).sum(-1)
 
@@ -264,7 +308,10 @@ def lengths_beyond_float32(x: Tensor, w: Tensor) -> Tensor:
 
 DIGITS: list[Callable[[Tensor, Tensor], Any]] = [
     ranks_of_labels, sums_of_shares, rows_of_one_number_normalised, a_high_part_and_the_rest,
-    millions_for_each, lengths_beyond_float32,
+    millions_for_each, lengths_beyond_float32, sums_of_shares_of_halves,
+    probabilities_beside_a_copy, a_spread_by_second_moments, the_most_likely,
+    constant_columns_normalised, roundings_met_elsewhere, whole_by_a_large_number,
+    what_leaves_float16,
 ]  # fmt: skip
 
 

@@ -27,7 +27,12 @@ from coda_agent.agent.authors.composer.ports import (
     leaving,
 )
 from coda_agent.agent.authors.composer.problem import Columns, Problem, Refusal, Rewritten, Slot
-from coda_agent.agent.authors.composer.remainders import check_sums, kept_roundings
+from coda_agent.agent.authors.composer.remainders import (
+    check_sums,
+    is_copy,
+    is_rounding,
+    kept_roundings,
+)
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
 from coda_agent.agent.authors.composer.retrace import SLICE, Retraced, Step
 from coda_agent.agent.authors.composer.rewrite import rewrite
@@ -161,6 +166,16 @@ class Reading:
                 taken: tuple[Step, ...] = ((SLICE, (1, start, stop)),) if x in self.parts else ()
                 result[x] = replace(port, name=name, node=user, back=taken + port.back)
         return result
+
+    def copies(self) -> set[str]:
+        """Name outputs that are rounded copies of what else is read unrounded."""
+        found = set[str]()
+        for x, node in self.traced.results.items():
+            while node.op == "call_function" and name_of(node) in VIEWS:
+                node = node.all_input_nodes[0]
+            if is_rounding(node) and is_copy(node):
+                found.add(self.parts.get(x, (x,))[0])
+        return found
 
     def reduced(self) -> dict[str, torch.dtype]:
         """Find the types of what outputs were computed of, before they widened."""

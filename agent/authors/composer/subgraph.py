@@ -120,7 +120,7 @@ def _composed(traced: Retraced) -> Composition:
             operands = {x: ports[x] for x in program.operands}
             outputs, extents = reading.outputs(), reading.extents()
             types = {port.name: port.dtype for port in outputs.values()}
-            rewritten = of_stored(rewritten, types, reading.reduced())
+            rewritten = of_stored(rewritten, types, reading.reduced(), reading.copies())
             program = program_of(rewritten)
             a, b = ports["A"], ports["B"]
             return Composition(program, a, b, operands, outputs, extents, rewritten)
