@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ArgumentError, LaunchError
 from coda_agent.runtime.operators import scalars
 from coda_agent.specs import Spec
+from coda_agent.specs.layout import extent
 
 
 class CallInputs:
@@ -24,6 +26,7 @@ class CallInputs:
         kept = {spec.in_place.input} if spec.in_place else set()
         element = spec.inputs[spec.gemm[0]].dtype
         own = {x for x, t in spec.inputs.items() if t.dtype == element} - kept
+        self._sizes = tuple(_fixed_sizes(spec))
         self._casts = tuple(map(self.names.index, own)) if "float8" not in types[0] else ()
 
     def choice(self, inputs: dict[str, Any]) -> tuple[str, ...]:
@@ -104,3 +107,22 @@ class CallInputs:
                     f"{self._kernel}: input {self.names[i]!r} is {type(value).__name__}, "
                     f"expected a {'number or ' * number}tensor"
                 )
+        for i, axis, size in self._sizes:
+            shape = tuple(getattr(values[i], "shape", ()))
+            if len(shape) >= -axis and shape[axis] != size:
+                raise LaunchError(
+                    f"{self._kernel}: input {self.names[i]!r} is {shape} to the kernel, expected "
+                    f"{size} as its dimension {axis}",
+                    hint="the kernel is of this size alone: its reference has it as a number",
+                )
+
+
+def _fixed_sizes(spec: Spec) -> Iterator[tuple[int, int, int]]:
+    """List extents that a spec's inputs have alone: an input, a dimension and the extent."""
+    only = {x: dim.only for x, dim in spec.dims.items() if dim.only}
+    for i, name in enumerate(spec.inputs):
+        shape = spec.symbolic_shape(name)
+        for axis, entry in enumerate(shape, start=-len(shape)):
+            with suppress(KeyError):  # it follows from sizes that are free
+                if (size := extent(entry, only)) > 1:
+                    yield i, axis, size

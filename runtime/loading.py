@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,8 +33,8 @@ def load_kernel(folder: Path) -> Kernel:
         The function, which `help` describes.
 
     Raises:
-        WorkspaceError: the folder holds no kernel, or not the one its evidence was made for, or a
-            file that cannot be read.
+        WorkspaceError: the folder holds no kernel, a revoked one, or not the one its evidence was
+            made for, or a file that cannot be read.
     """
     path = folder / "kernel.py"
     if not path.is_file():
@@ -44,6 +45,12 @@ def load_kernel(folder: Path) -> Kernel:
     name = (spec := load_spec(paths[1])).name
     tuned, evidence = read_tuned(paths[2]), _read_evidence(paths[3], texts[3])
     _check_digests(folder, evidence.digests, texts[0], spec)
+    if evidence.level == "revoked":
+        hint = f"`coda-agent show {folder.name}` says why; git has what was accepted before"
+        raise WorkspaceError(f"{folder} is revoked: the judge refuses this kernel", hint=hint)
+    if not evidence.level:
+        message = f"coda-agent: nobody judged {folder}: it has no evidence.json"
+        warnings.warn(message, stacklevel=2)
     packaged = folder.parent == tables.PACKAGED and _LOADED.get(name, (digest,))[0] == digest
     if not packaged:
         name = f"{name}_{digest}"
@@ -83,6 +90,7 @@ class _Compiled(BaseModel):
 class _Evidence(BaseModel):
     """What calls need of evidence.json, whose whole is the judge's."""
 
+    level: str = ""
     digests: dict[str, str] = {}
     refused_tiles: tuple[_RefusedTile, ...] = ()
     compiled: _Compiled = _Compiled()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coda_agent import generated
-from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.runtime.loading import load_kernel
 from tests.runtime.test_kernel import RESIDUAL, SPECS, make, operands
 
@@ -36,6 +36,53 @@ def test_kernels_of_one_name_do_not_mix(tmp_path: Path, operands: dict[str, Any]
     d, negated = first(**operands)[0], other(**{**operands, "C": -operands["C"]})[0]
     assert torch.equal(d, negated) and torch.equal(d, public(**operands)[0])
     assert not torch.equal(d, other(**operands)[0])
+
+
+def test_a_revoked_kernel_is_not_loaded_and_an_unjudged_one_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "gemm_rope"
+    shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)
+    evidence = folder / "evidence.json"
+    evidence.write_text(evidence.read_text().replace('"level": "accepted"', '"level": "revoked"'))
+    with pytest.raises(WorkspaceError, match="is revoked: the judge refuses this kernel"):
+        load_kernel(folder)
+    evidence.unlink()
+    with pytest.warns(UserWarning, match=r"nobody judged .*gemm_rope"):
+        load_kernel(folder)
+
+
+SCALED = """---
+name: scaled
+types: {T: [bfloat16]}
+dims: {M: {}, N: {multiple_of: 16}}
+gemm: [x, w]
+inputs:
+  x: {shape: [M, 256], dtype: T, draw: normal}
+  w: {shape: [N, 256], dtype: T, draw: {normal: {std: 0.06}}}
+  g: {shape: [N], dtype: T, draw: normal}
+outputs:
+  y: {shape: [M, N], dtype: T}
+---
+
+```python reference
+def reference(x, w, g):
+    return (x @ w.T) * x.shape[1] ** -0.5 * g
+```
+"""
+
+
+def test_a_size_that_the_reference_has_as_a_number_is_asked_at_the_call(tmp_path: Path) -> None:
+    (tmp_path / "spec.md").write_text(SCALED)
+    (tmp_path / "kernel.py").write_text(
+        "from coda_agent.primitives import RowVector, Tile, epilogue\n\n\n@epilogue(y=Tile)\n"
+        'def scaled(acc, g: RowVector):\n    return {"y": 0.0625 * acc * g}\n'
+    )
+    with pytest.warns(UserWarning, match="nobody judged"):
+        kernel = load_kernel(tmp_path)
+    x, w, g = (torch.randn(*shape).bfloat16() for shape in ((4, 256), (32, 256), (32,)))
+    due = (x.double() @ w.double().T) / 16 * g.double()
+    assert (kernel(x, w, g).double() - due).norm() < 5e-3 * due.norm()
+    with pytest.raises(LaunchError, match=r"'x' is \(4, 128\) .* expected 256 as its dimension -1"):
+        kernel(x[:, :128], w[:, :128], g)
 
 
 @pytest.mark.parametrize("file", ["kernel.py", "spec.md"])
