@@ -102,6 +102,10 @@ class Declared:
             )
         try:
             pieces = [part.straight(tensors[part.name]) for part in place.parts]
+            parted = zip(pieces, place.shares, strict=bool(place.shares))
+            units = {piece.shape[-place.axis] / share for piece, share in parted}
+            if len(units) > 1:  # the outputs are parted so
+                raise RuntimeError("other proportions")
             whole = torch.cat(pieces, -place.axis)  # the last one, of A with several of rows too
             whole = interleaved(whole, -place.axis) if place.halves else whole
         except (IndexError, RuntimeError):

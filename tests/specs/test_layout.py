@@ -24,6 +24,7 @@ from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec, admit, as_declared, draw_inputs, run_reference
 from tests.written import spec
 
@@ -568,3 +569,13 @@ def test_a_reference_that_gives_another_shape_is_refused() -> None:
         SpecError, match=r"^probe.md:11: output 'y' is \[77, 2, 272\]; expected \[2, 7"
     ):
         admit(made)
+
+
+def test_parts_in_another_proportion_are_not_packed() -> None:
+    made = LAYOUTS["heads first, of three weights"]()
+    assert made.layout
+    declared = Declared(made.name, made.layout, ("bfloat16",))
+    right = {x: torch.randn(n, 8) for x, n in {"wq": 128, "wk": 64, "wv": 64}.items()}
+    assert torch.equal(declared.pack(right), torch.cat([*right.values()]))
+    with pytest.raises(LaunchError, match=r"wk \(32, 8\).* cannot be packed, expected wq \[2\*N"):
+        declared.pack({**right, "wk": torch.randn(32, 8)})
