@@ -70,6 +70,15 @@ def phi3_qkv(hidden_states, qkv_proj, cos, sin):
     return turned(query_states), turned(key_states), value_states
 
 
+def qk_rope_two_weights(x, wq, wk, cos, sin):
+    def turned(w):
+        t = (x @ w.T).view(x.shape[0], -1, 64)
+        x1, x2 = t.chunk(2, dim=-1)
+        return t * cos[:, None, :] + torch.cat((-x2, x1), dim=-1) * sin[:, None, :]
+
+    return turned(wq), turned(wk)
+
+
 def deepseek_kv_a(x, kv_a_proj, cos, sin):
     compressed_kv, k_pe = F.linear(x, kv_a_proj).split([192, 64], dim=-1)
     a, b = k_pe.chunk(2, dim=-1)
@@ -89,6 +98,7 @@ EXAMPLES = {
     "rotary_half_q_next": "x=96,80 w=256,80 cos=96,32:float32 sin=96,32:float32",
     "rotary_interleaved_k": "x=96,80 w=256,80 freqs_cos=96,128:float32 freqs_sin=96,128:float32",
     "phi3_qkv": "hidden_states=96,80 qkv_proj=384,80 cos=96,64 sin=96,64",
+    "qk_rope_two_weights": "x=96,80 wq=512,80 wk=128,80 cos=96,64 sin=96,64",
     "deepseek_kv_a": "x=96,80 kv_a_proj=256,80 cos=96,64 sin=96,64",
     "vit_qkv_scaled": "x=96,80 qkv=384,80 bias=384",
     "llama_rope_q": "x=96,80 wq=256,80 cos=96,128 sin=96,128",

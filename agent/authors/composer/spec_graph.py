@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import name_of
+from coda_agent.agent.authors.composer.calls import bounds, name_of, shape_of
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.agent.authors.composer.join import renamed
 from coda_agent.agent.authors.composer.ports import Port
@@ -64,12 +64,29 @@ def _graph(problem: Problem) -> tuple[fx.Graph, dict[str, list[fx.Node]]]:
 
 def _source(port: Port) -> str:
     """Name the input whose elements, in their order, a port has; "" where there is none."""
-    node = port.node
+    if any(view is not _RESHAPE for part in (port, *port.parts) for view, _ in part.steps):
+        return ""
+    if not port.parts:
+        node = _unviewed(port.node)
+        return node.name if node is not None and node.op == "placeholder" else ""
+    parts = [x for x in (_unviewed(part.node) for part in port.parts) if x is not None]
+    if len(parts) < len(port.parts) or port.steps or port.dim:
+        return ""
+    if any(name_of(x) != "slice" for x in parts):
+        return ""
+    whole, last = parts[0].all_input_nodes[0], 0
+    for part in parts:  # one after the other, all of it
+        dim, start, stop, step = bounds(part)
+        if part.all_input_nodes != [whole] or (dim, start, step) != (0, last, 1):
+            return ""
+        last = stop
+    return whole.name if whole.op == "placeholder" and last == shape_of(whole)[0] else ""
+
+
+def _unviewed(node: fx.Node | None) -> fx.Node | None:
     while node is not None and name_of(node) in _RESHAPED:
         (node,) = node.all_input_nodes
-    if node is None or any(view is not _RESHAPE for view, _ in port.steps):
-        return ""
-    return node.name if node.op == "placeholder" else ""
+    return node
 
 
 def _side_by_side(ports: list[Port], columns: int) -> str:

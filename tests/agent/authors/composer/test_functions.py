@@ -1,6 +1,6 @@
 """Functions as models have them, read as graphs: composed with the function's numbers, or refused.
 
-Of the 268 the road by a drafted spec refuses 38.
+Of the 269 the road by a drafted spec refuses 38.
 """
 
 from typing import Any
