@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import argument
+from coda_agent.agent.authors.composer.calls import argument, is_elementwise
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 
 aten = torch.ops.aten
@@ -69,8 +69,7 @@ def alike(one: fx.Node, other: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a node makes each element of one of its inputs'."""
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or node.target in CASTS or node.target in VIEWS
+    return is_elementwise(node) or node.target in (*CASTS, *VIEWS)
 
 
 def is_cheap(node: fx.Node) -> bool:

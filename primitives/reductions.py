@@ -143,22 +143,26 @@ class RowMean(Reduction):
 
 
 class RowMax(Reduction):
-    """Maximum of each row, for quantisation scales and softmax statistics; NaN stays NaN.
+    """Maximum of each row, for quantisation scales and softmax statistics.
 
-    @epilogue(D=Tile, m=RowMax)
-    def amax(acc):
-        return {"D": acc, "m": absolute(acc)}
+    NaN stays NaN.
+
+        @epilogue(D=Tile, m=RowMax)
+        def amax(acc):
+            return {"D": acc, "m": absolute(acc)}
     """
 
     combine = "max"
 
 
 class RowMin(Reduction):
-    """Minimum of each row, for the zero points of asymmetric quantisation; NaN stays NaN.
+    """Minimum of each row, for the zero points of asymmetric quantisation.
 
-    @epilogue(D=Tile, low=RowMin, high=RowMax)
-    def extent(acc):
-        return {"D": acc, "low": acc, "high": acc}
+    NaN stays NaN.
+
+        @epilogue(D=Tile, low=RowMin, high=RowMax)
+        def extent(acc):
+            return {"D": acc, "low": acc, "high": acc}
     """
 
     combine = "min"

@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.authors.composer.calls import (
     CASTS,
+    RESHAPES,
     argument,
     bounds,
-    is_pointwise,
+    is_elementwise,
     name_of,
     shape_of,
+    valued,
     widens,
 )
 from coda_agent.agent.authors.composer.merge import products
@@ -28,24 +30,33 @@ from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import ORIGIN, Retraced
 
 aten = torch.ops.aten
-_VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze")
 _SAME = (*CASTS, "clone", "alias", "contiguous")
 Dim = tuple[int, int]
 """A dim of a value that counts blocks of columns, and how many columns each has."""
 
 
-def take_apart(traced: Retraced) -> bool:
-    """Make a product for each range of columns, where nothing else is taken of the only one.
+def is_parted(traced: Retraced) -> bool:
+    """Whether ranges of columns are all that is taken of the only product."""
+    return _parted(traced) is not None
 
-    Returns:
-        Whether there are several ranges; where not, the graph is not to be used any more.
-    """
+
+def _parted(traced: Retraced) -> _Whole | None:
     every = products(traced.graph)
     if len(every) != 1 or name_of(every[0]) != "mm":
+        return None
+    whole = _Whole(traced, every[0])
+    return whole if whole.covers() else None
+
+
+def take_apart(traced: Retraced) -> bool:
+    """Make a product for each range of columns that is taken of the only one.
+
+    Returns:
+        Whether it is done; where not, the graph is not to be used any more.
+    """
+    if (whole := _parted(traced)) is None:
         return False
-    whole, made = _Whole(traced, every[0]), dict[fx.Node, fx.Node]()
-    if not whole.covers():
-        return False
+    made = dict[fx.Node, fx.Node]()
     try:
         with traced.graph.inserting_before(whole.product):  # in the order of the columns
             for start, stop in sorted({*whole.ranges.values()}):
@@ -104,7 +115,7 @@ class _Whole:
             self.dims[node] = dim, block
             return True
         found = self._moved(node, op, source)
-        if found is None and is_pointwise(node):
+        if found is None and is_elementwise(node):
             alike = {(shape_of(x), self.dims[x]) for x in sources}
             found = (dim, block) if alike == {(shape_of(node), (dim, block))} else None
         if found is not None:
@@ -119,7 +130,7 @@ class _Whole:
         if op == "permute":
             order = [d % len(shape_of(source)) for d in argument(node, 1, "dims")]
             return order.index(dim), block
-        if op not in _VIEWS:
+        if op not in RESHAPES:
             return None
         old, new = shape_of(source), shape_of(node)
         before, size = math.prod(old[:dim]), old[dim]
@@ -141,12 +152,12 @@ class _Whole:
         shape[dim] = (stop - start) // block
         if node is self.product:
             args = node.args[0], self._cut(node.args[1], -1, start, stop)
-        elif name_of(node) in _VIEWS:
+        elif name_of(node) in RESHAPES:
             return _reshaped(self.part(node.args[0], start, stop), node, shape)
         else:
             args = tuple(self._argument(x, node, start, stop) for x in node.args)
         part = graph.call_function(node.target, args, node.kwargs)  # pyright: ignore[reportArgumentType]
-        return _of(part, node, shape)
+        return valued(part, node, shape)
 
     def _argument(self, x: object, node: fx.Node, start: int, stop: int) -> object:
         """An argument of a call as that of the call for some columns."""
@@ -165,18 +176,18 @@ class _Whole:
             return x
         op, shape, count = name_of(x), [*shape_of(x)], len(shape_of(x))
         shape[dim] = stop - start
-        if op in _VIEWS and shape_of(x) == shape_of(x.args[0]):
+        if op in RESHAPES and shape_of(x) == shape_of(x.args[0]):
             return self._cut(x.args[0], dim, start, stop)
         if op in ("permute", "t"):
             order = argument(x, 1, "dims", [1, 0])
             source = order[dim] % count - count
             args = self._cut(x.args[0], source, start, stop), *x.args[1:]
-        elif is_pointwise(x) or (op in _SAME and (self.traced.user(x) is None or widens(x))):
+        elif is_elementwise(x) or (op in _SAME and (self.traced.user(x) is None or widens(x))):
             args = tuple(self._cut(y, dim, start, stop) for y in x.args)
         else:
             return self.traced.enter_range(x, dim % count, start, stop)
         part = self.traced.graph.call_function(x.target, args, x.kwargs)  # pyright: ignore[reportArgumentType]
-        return _of(part, x, shape)
+        return valued(part, x, shape)
 
 
 def _bounds(node: fx.Node) -> tuple[int, int, int, int]:
@@ -192,11 +203,4 @@ def _bounds(node: fx.Node) -> tuple[int, int, int, int]:
 def _reshaped(x: fx.Node, like: fx.Node, shape: Any = None) -> fx.Node:
     """A value as of a node's shape, or of one alike."""
     shape = [*shape_of(like)] if shape is None else shape
-    return _of(x.graph.call_function(aten.view.default, (x, shape)), like, shape)
-
-
-def _of(node: fx.Node, like: fx.Node, shape: Any) -> fx.Node:
-    """Note what a new node gives: values like another's, of a shape."""
-    value = torch.empty(tuple(shape), dtype=like.meta["val"].dtype, device="meta")
-    node.meta = {**like.meta, "val": value}
-    return node
+    return valued(x.graph.call_function(aten.view.default, (x, shape)), like, shape)

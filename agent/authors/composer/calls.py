@@ -10,6 +10,8 @@ from torch import fx
 
 CASTS = ("_to_copy", "convert_element_type")
 """Names of calls that only change the element type."""
+RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze")
+"""Names of calls that give the same elements, in their order, another shape."""
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
@@ -23,9 +25,16 @@ def name_of(node: fx.Node) -> str:
     return schema.name.split("::")[1] if schema else getattr(node.target, "__name__", "")
 
 
-def is_pointwise(node: fx.Node) -> bool:
+def is_elementwise(node: fx.Node) -> bool:
     """Whether a call computes element by element."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def valued(node: fx.Node, like: fx.Node, shape: Iterable[int]) -> fx.Node:
+    """Note what a new node gives: values like another's, of a shape."""
+    value = torch.empty(tuple(shape), dtype=like.meta["val"].dtype, device="meta")
+    node.meta = {**like.meta, "val": value}
+    return node
 
 
 def widens(node: fx.Node) -> bool:

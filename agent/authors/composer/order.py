@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.axes import REDUCTIONS, Axes, Axis, Dim
-from coda_agent.agent.authors.composer.calls import argument, name_of, shape_of
+from coda_agent.agent.authors.composer.calls import argument, name_of, shape_of, valued
 from coda_agent.agent.authors.composer.ports import Stand, applied
 from coda_agent.agent.authors.composer.problem import View
 from coda_agent.agent.authors.composer.resize import Roles
@@ -88,14 +88,9 @@ class Order:
         final = range(count) if keep else sorted(left)
         with graph.inserting_before(node):
             back = graph.call_function(_PERMUTE, (again, [left.index(i) for i in final]))
-        _like(straight, source, [shape[i] for i in order])
+        valued(straight, source, [shape[i] for i in order])
         kept = [1 if i in reduced else shape[i] for i in left]
-        _like(again, node, kept)
+        valued(again, node, kept)
         back.meta = dict(node.meta)
         traced.replace({node: back})
         return True
-
-
-def _like(node: fx.Node, other: fx.Node, shape: Sequence[int]) -> None:
-    value = torch.empty(tuple(shape), dtype=other.meta["val"].dtype, device="meta")
-    node.meta = {**other.meta, "val": value}

@@ -204,11 +204,8 @@ def side_by_side(name: str, ports: Sequence[Port]) -> Port:
     several = Port(name, None, (), (), ports[0].dtype, tuple(ports), 0)
     first, steps = ports[0].node, ports[0].steps[1:]
     dim = int(steps == TURN)
-    if (
-        first is None
-        or steps not in ((), TURN)
-        or any((p.node, p.steps[1:]) != (first, steps) for p in ports)
-    ):
+    alike = all((p.node, p.steps[1:]) == (first, steps) for p in ports)
+    if first is None or steps not in ((), TURN) or not alike:
         return several
     cuts = [p.steps[0] for p in ports if p.steps]
     stops = [arguments[2] for view, arguments in cuts if view is SLICE]

@@ -129,6 +129,7 @@ class Reading:
         Raises:
             Refusal: there is none; its node is one at small sizes.
         """
+        check_sums(self.traced.graph)
         problem = self._problem(turn=0)
         result = rewrite(problem)
         try:
@@ -218,7 +219,6 @@ class Reading:
         except ProgramError as error:
             raise Refusal(error.message, error.hint, self.product) from None
         module, self.original = resized(self.traced.module, self.axes, sizes)
-        check_sums(module.graph)
         types = {n.meta["val"].dtype for n in (*self.stands, *self.traced.results.values())}
         inputs = {self._name(n): _entry(n, s, sizes) for n, s in self.stands.items()}
         extents, lengths = self.roles.extents(sizes), self.merged.lengths

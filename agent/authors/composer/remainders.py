@@ -63,8 +63,8 @@ def check_sums(graph: fx.Graph) -> None:
 
 def _parts(node: fx.Node) -> list[_Term]:
     """List what a call adds, with signs: values, and large numbers."""
-    op, (one, *others) = name_of(node), node.args
-    alpha, other = node.kwargs.get("alpha", 1), others[0] if others else None
+    op, (one, other) = name_of(node), (*node.args, None, None)[:2]
+    alpha = node.kwargs.get("alpha", 1)
     minus = -1 if isinstance(alpha, int | float) and alpha < 0 else 1
     pair: list[_Term] = []
     if op in ("add", "sub"):

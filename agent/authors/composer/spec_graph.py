@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import bounds, name_of, shape_of
+from coda_agent.agent.authors.composer.calls import RESHAPES, bounds, name_of, shape_of
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.agent.authors.composer.join import renamed
 from coda_agent.agent.authors.composer.ports import Port
@@ -16,7 +16,6 @@ from coda_agent.agent.authors.composer.retrace import SLICE
 from coda_agent.agent.authors.composer.subgraph import compose_graph
 
 _RESHAPE = torch.ops.aten.reshape.default
-_RESHAPED = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 
 
 def compose_problem(problem: Problem) -> Rewritten:
@@ -27,11 +26,11 @@ def compose_problem(problem: Problem) -> Rewritten:
     """
     graph, ends = _graph(problem)
     found = compose_graph(graph)
-    kinds = {_source(port): found.rewritten.operands[x] for x, port in found.operands.items()}
+    names = {x: _source(port) for x, port in found.operands.items()}
+    kinds = {name: found.rewritten.operands[x] for x, name in names.items()}
     sources = [_source(found.a), _source(found.b), *kinds]
     if sources[:2] != [*problem.gemm] or "" in kinds or len(kinds) < len(found.operands):
         raise Refusal("reads an input by another view")
-    names = {x: _source(port) for x, port in found.operands.items()}
     ports = {port.node: port for port in found.outputs.values()}
     outputs, values = dict[str, str](), dict[str, Expr]()
     for name, nodes in ends.items():
@@ -84,7 +83,7 @@ def _source(port: Port) -> str:
 
 
 def _unviewed(node: fx.Node | None) -> fx.Node | None:
-    while node is not None and name_of(node) in _RESHAPED:
+    while node is not None and name_of(node) in RESHAPES:
         (node,) = node.all_input_nodes
     return node
 

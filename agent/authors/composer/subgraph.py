@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from coda_agent.agent.authors.composer.apart import take_apart
+from coda_agent.agent.authors.composer.apart import is_parted, take_apart
 from coda_agent.agent.authors.composer.calls import ancestors, shape_of
 from coda_agent.agent.authors.composer.emit import program_of
 from coda_agent.agent.authors.composer.join import Composition, joined
@@ -40,21 +40,22 @@ def compose_graph(graph: fx.Graph) -> Composition:
         Refusal: no program computes it; names the node that is the reason.
     """
     traced = retraced(graph)
+    if not is_parted(traced):
+        return _whole(graph, traced)
     pieces = _pieces(traced) if take_apart(traced) else []
     if len(pieces) < 2:
-        return _whole(graph)
+        return _whole(graph, retraced(graph))
     try:
         return _side_by_side(graph, pieces, take_apart)
     except Refusal as refusal:  # it is of what is looked at more closely
         try:
-            return _whole(graph)
+            return _whole(graph, retraced(graph))
         except Refusal:
             raise refusal from None
 
 
-def _whole(graph: fx.Graph) -> Composition:
+def _whole(graph: fx.Graph, traced: Retraced) -> Composition:
     """Compose products as they are."""
-    traced = retraced(graph)
     pieces = _pieces(traced)
     if len(pieces) > 1:
         return _side_by_side(graph, pieces)
