@@ -79,7 +79,7 @@ def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[Comp
         read_scalars=True, read=False, turned="A" * _is_turned(a) + "B" * _is_turned(b),
         tables={x: tuple(t.shape) for x, t in named.items() if issubclass(kinds[x], Table)},
     )  # fmt: skip
-    for config in tiles_of(kernel, (a.shape[0], b.shape[0], a.shape[1])):
+    for config in tiles_of(kernel, (a.shape[0], function.program.columns(b), a.shape[1])):
         yield common.model_copy(update={"config": config})
 
 

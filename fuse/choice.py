@@ -112,7 +112,7 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
 
     text, function = kernel.text, function_of(kernel.text)
     a, b, operands = operands_of(region, device)
-    shape = a.shape[0], b.shape[0], a.shape[1]
+    shape = a.shape[0], function.program.columns(b), a.shape[1]
     named = dict(zip(function.program.operands, operands, strict=True))
     tiles = tiles_of(kernel, shape)
     if kernel.like:

@@ -20,6 +20,7 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowGather, Scalar
+from coda_agent.primitives.spread import packed
 from coda_agent.runtime.program_operator import program_text
 from coda_agent.specs import Spec, load_spec
 
@@ -133,7 +134,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def twin(composition: Composition) -> tuple[Entry | None, bool]:
     """Find an accepted kernel that computes the same; else one computing more."""
-    program, types = composition.program, _types_of(composition)
+    program, types = packed(composition.program), _types_of(composition)
     for more in (False, True):
         for entry, programs in _accepted():
             for left_out, others, other in programs:
@@ -174,7 +175,7 @@ def _types(spec: Spec, left_out: Sequence[str] = ()) -> list[str]:
 def _types_of(composition: Composition) -> list[str]:
     """List a composition's types; "T" is that of A in 16 bits."""
     program, outputs = composition.program, {p.name: p for p in composition.outputs.values()}
-    types = [dtype_name(port.dtype) for port in ports_of(composition)]
+    types = [dtype_name(p.dtype) for p in ports_of(composition) if p.name != program.spread]
     types += [
         "float32" if issubclass(kind, Reduction | RowGather) else dtype_name(outputs[x].dtype)
         for x, kind in program.outputs.items()

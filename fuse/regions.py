@@ -37,6 +37,7 @@ from coda_agent.fuse.nodes import (
     operands,
 )
 from coda_agent.fuse.reads import read_along
+from coda_agent.fuse.spread import in_place
 from coda_agent.fuse.stores import compared_extremes, compute_again, gathered_of, stored_of
 
 aten = torch.ops.aten
@@ -225,7 +226,7 @@ def _composed(part: fx.Graph, nodes: Sequence[fx.Node], text: str) -> Compositio
     if path and (found := remembered(path, nodes)):
         return found if isinstance(found, Composition) else Refusal(*found)
     try:
-        result = compose_graph(part)
+        result = in_place(compose_graph(part))
         found = result
     except Refusal as refusal:
         result = refusal

@@ -133,7 +133,7 @@ def operands_of(
 def drawn(part: fx.Graph, region: Region, device: torch.device) -> list[Any]:
     """Draw what a graph takes: numbers about 1; whole ones name columns."""
     generator = torch.Generator(device).manual_seed(0)
-    extents, weights = region.local.extents, region.local.b.nodes
+    extents, weights = region.local.extents, region.local.weights
     given: list[Any] = []
     for node in part.nodes:
         if node.op != "placeholder":

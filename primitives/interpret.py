@@ -51,7 +51,7 @@ def interpret(
     """Run `program` on the accumulator a bᵀ.
 
     Args:
-        a, b: (M, K) and (N, K), any strides.
+        a, b: (M, K) and (N, K), any strides; of a program that is `spread` B's even rows.
         operands: By name: (M, N) and (M, 2N) tiles, (M,) column vectors and indices, (N,) row
             vectors, numbers; and by its output's name, what an `AddTile` is added to.
         dtypes: Element type of each output that is no reduction.
@@ -66,6 +66,8 @@ def interpret(
         The outputs by name; with compute float64, unrounded and in float64.
     """
     compute = compute or torch.float32
+    if program.spread:
+        b = torch.stack([b, operands[program.spread]], 1).flatten(0, 1)
     acc = touch(a.to(compute) @ b.to(compute).mT)
     lifted = {name: kind.lifted(operands[name], acc) for name, kind in program.operands.items()}
     values = evaluate(program.graph, acc, lifted, touch)

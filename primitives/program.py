@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
@@ -19,7 +19,16 @@ from coda_agent.primitives.kinds import Operand, Output
 from coda_agent.primitives.operation import PLACED
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
-from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS, AddTile, WideTile
+from coda_agent.primitives.resources import (
+    OPERAND_KINDS,
+    OUTPUT_KINDS,
+    AddTile,
+    OddRows,
+    WideTile,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 # Compiling takes 28 s at 195 operations and 126 s at 771; the largest accepted program has 19.
 MAX_NODES = 512
@@ -57,6 +66,15 @@ class Program:
     def accumulated(self) -> str | None:
         """The output that is added to what its buffer holds, if any."""
         return next((o for o, kind in self.outputs.items() if kind.accumulates), None)
+
+    @cached_property
+    def spread(self) -> str | None:
+        """The operand that has B's odd rows, where they lie apart from the even ones."""
+        return next((o for o, kind in self.operands.items() if kind is OddRows), None)
+
+    def columns(self, b: torch.Tensor) -> int:
+        """Find N of what is given for B."""
+        return b.shape[0] * (2 if self.spread else 1)
 
     @cached_property
     def reductions(self) -> dict[str, type[Reduction]]:
@@ -133,7 +151,8 @@ class Program:
 
 
 def _rebuilt(data: Mapping[str, Any]) -> Program:
-    operands = {o: OPERAND_KINDS[k] for o, k in data["operands"].items()}
+    kinds = OPERAND_KINDS | {OddRows.__name__: OddRows}
+    operands = {o: kinds[k] for o, k in data["operands"].items()}
     outputs = {o: OUTPUT_KINDS[k] for o, (k, _) in data["outputs"].items()}
     for name in (data["name"], *operands, *outputs):
         if not name.isidentifier():
@@ -253,7 +272,8 @@ def finish(traced: Program, result: object) -> Program:
     name, nodes = program.name, program.graph.nodes
     if len(nodes) > MAX_NODES:
         raise ProgramError(f"{name} has {len(nodes)} operations, at most {MAX_NODES}")
-    unused = [n for n in program.operands if not any(x.name == n for x in nodes)]
+    read = {x.name for x in nodes}
+    unused = [o for o, kind in program.operands.items() if kind is not OddRows and o not in read]
     if unused:
         raise ProgramError(f"{name}: operand {unused[0]!r} is never used")
     if not any(n.op == "acc" for n in nodes):

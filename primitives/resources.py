@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.groups import GROUP_TILES
-from coda_agent.primitives.kinds import FLOATS, HALVES, Lowering, Operand, Output
+from coda_agent.primitives.kinds import (
+    FLOATS,
+    GEMM_DTYPES,
+    HALVES,
+    Lowering,
+    Operand,
+    Output,
+)
 from coda_agent.primitives.operation import Edge, Term
 from coda_agent.primitives.reductions import (
     REDUCTIONS,
@@ -303,6 +310,37 @@ class ColIndex(Operand):
     @classmethod
     def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
         return value.long()
+
+
+class OddRows(Operand):
+    """The odd rows of B, (N/2, K), where B itself has the even ones alone.
+
+    No program reads it: it says where the product's operands lie, as two weights that a program
+    pairs lie in a model. Authors do not write it; `spread` adds it.
+    """
+
+    dims = ("N/2", "K")
+    varies = Shape.INDEX  # quack hands it to no function
+    dtypes = GEMM_DTYPES
+    transposes = False
+
+    @classmethod
+    def extents(cls, m: int, n: int) -> tuple[int, ...]:
+        return n // 2, 0  # K is counted with B's
+
+    @classmethod
+    def fault(cls, value: Any, lead: tuple[int, ...], n: int) -> str:
+        return "" if value.shape[0] * 2 == n else f"has {value.shape[0]} rows, expected {n // 2}"
+
+    @classmethod
+    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+        return value
+
+    @classmethod
+    def load(cls, name: str) -> EpiOp:
+        from coda_agent.primitives.stores import Address
+
+        return Address(name)
 
 
 class RowGather(Output):

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, cute
 from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue import frontend
-from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiContext, TileStore
+from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiContext, EpiOp, TileStore
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
@@ -117,6 +117,39 @@ def _among(numbers: list[int], x: Int32) -> Boolean:
     return found
 
 
+class Address(EpiOp):
+    """An address that the host's part of a kernel reads, and nothing else."""
+
+    def host_arg_key(self, value: object) -> str:
+        return "address"
+
+    def host_fake_arg(self, key: object, fctx: object) -> Int64:
+        return Int64(0)
+
+    def arg_spec_type(self, const: bool = False) -> type:
+        return Int64
+
+    def param_fields(self) -> list[tuple[str, type, None]]:
+        return [(self.name, object, None)]
+
+    def to_params(self, gemm: object, args: object) -> dict[str, object]:
+        return {self.name: getattr(args, self.name)}
+
+
+def _spread(even: cute.Tensor, odd: Int64) -> cute.Tensor:
+    """B, (N, K, 1), of the addresses of its even and its odd rows, which are dense.
+
+    `even` has B's shape, and none of its strides.
+    """
+    rows, columns, batch = even.shape
+    # TMA's strides are multiples of 16 bytes.
+    width = even.element_type.width // 8
+    apart = cute.assume((odd - even.iterator.toint()) // width, divby=16 // width)
+    row = cute.assume(Int64(columns), divby=16 // width)
+    layout = cute.make_layout(((2, rows // 2), columns, batch), stride=((apart, row), 1, 0))
+    return cute.make_tensor(even.iterator, layout)
+
+
 class MaxReduce(ColVecReduce):
     """quack's maximum over the columns of each row, but that NaN stays NaN."""
 
@@ -191,7 +224,7 @@ class Mod(frontend.EpiMod):
     def _mint(self, *key: object) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         minted = super()._mint(*key)
         if minted not in self._ours:
-            self._ours[minted] = _checked(_grouped(minted, self.replay))
+            self._ours[minted] = _checked(_grouped(minted, self.replay), self.replay)
         return self._ours[minted]
 
 
@@ -208,7 +241,7 @@ def _grouped(minted: Any, replay: Lowering) -> Any:
     return minted
 
 
-def _checked(minted: Any) -> type:
+def _checked(minted: Any, replay: Lowering) -> type:
     """Give a class its check of stages, pair stores, wide accesses.
 
     The driver pairs the returned fragments with the class's store operations in order: outputs come
@@ -249,6 +282,13 @@ def _checked(minted: Any) -> type:
             "_setup_attributes": set_up,
             "make_tma_epilogue_atoms_and_tensors": make_stores,
         }
+    if odd := replay.program.spread:
+
+        def rotate(self: Any, *args: Any, **options: Any) -> tuple[Any, ...]:
+            a, even, d, c, rest = base.rotate_batch_last(self, *args, **options)
+            return a, _spread(even, getattr(args[-1], replay.names[odd])), d, c, rest
+
+        methods["rotate_batch_last"] = rotate
     ours = type(minted.__name__, (base,), methods)
     return ours
 

@@ -196,7 +196,8 @@ def offered(
     found = *SM90_CONFIGS, *(c for most, c in few if fewest <= most)
     step = max(program.group, 32 if program.paired else 1)
     fused = tuple(c for c in found if c.tile_n % step == 0)
-    return fused + (unfused_forms(program) if any(m <= FEW_ROWS for m, _, _ in shapes) else ())
+    few = any(m <= FEW_ROWS for m, _, _ in shapes)
+    return fused + (unfused_forms(program) if few and not program.spread else ())
 
 
 def unfused_forms(program: Program) -> tuple[TileConfig, ...]:

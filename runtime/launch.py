@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,8 @@ from coda_agent.primitives.memory import parts_meet, tile_counter
 from coda_agent.primitives.objects import cached
 from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import HalfTile
+from coda_agent.primitives.spread import exchanged
+from coda_agent.primitives.resources import HalfTile, OddRows
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import unfused
 from coda_agent.runtime.call_cache import launching
@@ -125,6 +126,7 @@ def _launch(given: Arguments, *, run: bool = True) -> Bound:
     program, a, b, operands, outputs, config, bound = given
     if bound is None:
         resolve = _fused if config.fused else unfused.resolve
+        resolve = _in_order if program.spread else resolve
         bound = Bound(program, config, cached(partial(resolve, given)))
     if run:
         inputs = a, b, *(operands[o] for o in program.operands)
@@ -144,9 +146,14 @@ def _fused(given: Arguments) -> Callable[..., None]:
     swap, parts = config.swap_ab, plan.split_k > 1
     a_at = len(program.outputs) + 1
     makes: list[tuple[int, Callable[[Any], Any]]] = [(a_at + 1, attrgetter("mT"))] if swap else []
+    if program.spread:  # of B's shape; the kernel knows its strides
+        shape = program.columns(b), b.shape[1]
+        makes.append((a_at + 1, methodcaller("as_strided", shape, (0, 1))))
     for i, (o, kind) in enumerate(program.operands.items(), a_at + 2):
         if kind.vector:  # quack takes vectors with a batch dimension
             makes.append((i, methodcaller("unsqueeze", 0)))
+        elif kind is OddRows:
+            makes.append((i, methodcaller("data_ptr")))
         elif not kind.dims:
             in_memory = hasattr(operands[o], "data_ptr")
             makes.append((i, methodcaller("data_ptr") if in_memory else float))
@@ -155,10 +162,37 @@ def _fused(given: Arguments) -> Callable[..., None]:
     scheduler = _options(plan)
     if plan.scheduler_uses_semaphore:
         call = _counted(call)
-    rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
+    rows, columns = a.shape[0], program.columns(b)
+    rows, columns = (columns, rows) if swap else (rows, columns)
     tile, cluster = (config.tile_m, config.tile_n), (config.cluster_m, config.cluster_n)
     meet = partial(parts_meet, rows, columns, tile, cluster) if parts else None
     return launching(call, _ordered(given, plan), makes, scheduler, meet)
+
+
+def _in_order(given: Arguments) -> Callable[..., None]:
+    """Resolve a launch of B's rows in two tensors, of which either may have the lower address.
+
+    TMA counts upwards. So the lower one gives the even rows, and where these are the odd ones the
+    program exchanges each pair of columns first, which are registers of one thread.
+    """
+    program = given.program
+    at = 2 + [*program.operands].index(program.spread)
+    rising = _fused(given)
+
+    @lru_cache(maxsize=1)
+    def falling() -> Callable[..., None]:
+        return cached(partial(_fused, given._replace(program=exchanged(program))))
+
+    def launch(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        even, odd = inputs[1], inputs[at]
+        if even.data_ptr() < odd.data_ptr():
+            rising(inputs, outputs)
+        else:
+            turned = [*inputs]
+            turned[1], turned[at] = odd, even
+            falling()(turned, outputs)
+
+    return launch
 
 
 def _options(plan: GemmEpiPlan) -> tuple[object, ...]:
@@ -211,6 +245,8 @@ def _plan(given: Arguments) -> GemmEpiPlan:
     values = _by_kernel_name(program, operands, outputs)
     d, c = values.pop("D", None), values.pop("c", None)
     module = lower(program, config.tile_n)
+    if program.spread:  # quack compares shapes, and looks at nothing else
+        b = b.new_empty(program.columns(b), b.shape[1], device="meta")
     if len(module._plan_cache) > _PLANS:
         module._plan_cache.clear()
     try:

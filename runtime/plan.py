@@ -18,6 +18,7 @@ from coda_agent.primitives.memory import tma_ready
 from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import OddRows
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.call_cache import CallPlan
 from coda_agent.runtime.launch import Arguments, allocate, bind
@@ -53,10 +54,10 @@ def resolve(
 
     Args:
         a: (…, M, K), M not 0.
-        b: (N, K).
+        b: (N, K), or its even rows.
         operands: By name, with what is added to in place.
     """
-    lead, n = a.shape[:-1], b.shape[0]
+    lead, n = a.shape[:-1], program.columns(b)
     m = lead.numel()
     kinds: dict[str, type[Resource]] = {**program.operands}
     if added := program.accumulated:
@@ -87,9 +88,11 @@ def _makes(a: torch.Tensor, kinds: Mapping[str, type[Resource]], m: int) -> list
     either, several = a.element_size() > 1, a.ndim > 2
     return [
         partial(_rows_ready, either_major=either),
-        partial(tma_ready, either_major=either),
+        _dense if OddRows in kinds.values() else partial(tma_ready, either_major=either),
         *(
-            partial(_flat_and_ready, kind=kind, m=m, flat=several)
+            _dense
+            if kind is OddRows
+            else partial(_flat_and_ready, kind=kind, m=m, flat=several)
             if kind.dims and kind.by_tma
             else None
             for kind in kinds.values()
@@ -179,6 +182,11 @@ def finalised(
 
 def _flat_and_ready(t: torch.Tensor, kind: type[Resource], m: int, flat: bool) -> torch.Tensor:
     return tma_ready(kind.flat(t, m) if flat else t)
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    """Ready one half of B's rows, whose strides are those of the other."""
+    return tma_ready(t.contiguous())
 
 
 def _copied(t: torch.Tensor, m: int) -> torch.Tensor:

@@ -53,6 +53,7 @@ def function_of(text: str) -> ProgramFunction:
     if known["like"] and Path(known["like"], "kernel.py").is_file():
         accepted = load_kernel(Path(known["like"]))
         choose, refused = accepted.tiles.choose, accepted.tiles.refused
+        choose = _fused_by(choose, prior_chooser(program)) if program.spread else choose
     if "tiles" in known:
         shape, config = known["tiles"]
         choose = _chosen_at(shape, config, choose)
@@ -77,6 +78,16 @@ def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> 
     return choose
 
 
+def _fused_by(first: Chooser, otherwise: Chooser) -> Chooser:
+    """Take what the first chooses, where that is one kernel: what takes B's rows apart."""
+
+    def choose(*call: Any) -> TileConfig | None:
+        found = first(*call)
+        return found if found and found.fused else otherwise(*call)
+
+    return choose
+
+
 def _call(
     a: torch.Tensor, b: torch.Tensor, operands: Tensors, *, program: str
 ) -> list[torch.Tensor]:
@@ -97,8 +108,11 @@ def _results(
     return [results[x] for x in function.program.outputs]
 
 
-def _flops(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> int:
-    return 2 * a[0] * a[1] * b[0]
+def _flops(
+    a: Sequence[int], b: Sequence[int], *_: object, program: str, **__: object
+) -> int:
+    halves = 2 if function_of(program).program.spread else 1
+    return 2 * a[0] * a[1] * b[0] * halves
 
 
 @lru_cache(maxsize=1)

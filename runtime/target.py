@@ -100,6 +100,8 @@ class Tensors(NamedTuple):
 
         extents = {o: kind.extents(_M, _N) for o, kind in program.operands.items()}
         extents |= self.tables
+        rows = _N // 2 if program.spread else _N
+        extents |= {program.spread: (rows, _K)} if program.spread else {}
         operands = {
             o: meta(*shape, name=self.operands[o]) if shape else scalar()
             for o, shape in extents.items()
@@ -110,7 +112,7 @@ class Tensors(NamedTuple):
             meta(_K, rows, name=self.dtype).mT
             if x in self.turned
             else meta(rows, _K, name=self.dtype)
-            for x, rows in (("A", _M), ("B", _N))
+            for x, rows in (("A", _M), ("B", rows))
         )
         return Arguments(program, a, b, operands, outputs, config)
 

@@ -71,7 +71,7 @@ class TensorChecks:
             raise self.error(f"{shapes}, expected one K, the last dimension of both", hint=hint)
         if b.device != a.device:
             raise self.error(f"B is on {b.device}, A on {a.device}")
-        lead, (n, k) = tuple(a.shape[:-1]), b.shape
+        lead, n, k = tuple(a.shape[:-1]), self.program.columns(b), b.shape[1]
         n_step, k_step = self._steps(a.dtype)
         if n == 0 or k == 0 or n % n_step or k % k_step:
             raise self.error(

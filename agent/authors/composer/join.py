@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import fx
 
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.emit import program_of
@@ -37,6 +38,12 @@ class Composition:
     outputs: Mapping[str, Port]
     extents: Mapping[str, int]
     rewritten: Rewritten
+
+    @property
+    def weights(self) -> tuple[fx.Node, ...]:
+        """Where the rows of B are."""
+        odd = self.operands.get(self.program.spread or "")
+        return (*self.b.nodes, *(odd.nodes if odd else ()))
 
 
 def joined(parts: Sequence[Composition]) -> Composition:
