@@ -23,9 +23,9 @@ def in_place(composition: Composition) -> Composition:
     if found is None or composition.program.wide:
         return composition
     program = spread(composition.program)
-    even, odd = (replace(port, name=name) for port, name in zip(found, ("B", program.spread)))
-    operands = {**composition.operands, odd.name: odd}
-    return replace(composition, program=program, b=even, operands=operands)
+    (*_, name), (even, odd) = program.operands, found
+    operands = {**composition.operands, name: replace(odd, name=name)}
+    return replace(composition, program=program, b=replace(even, name="B"), operands=operands)
 
 
 def _halves(b: Port) -> tuple[Port, Port] | None:

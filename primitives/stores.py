@@ -120,13 +120,13 @@ def _among(numbers: list[int], x: Int32) -> Boolean:
 class Address(EpiOp):
     """An address that the host's part of a kernel reads, and nothing else."""
 
-    def host_arg_key(self, value: object) -> str:
+    def host_arg_key(self, value: object) -> Any:
         return "address"
 
-    def host_fake_arg(self, key: object, fctx: object) -> Int64:
+    def host_fake_arg(self, key: object, fctx: object) -> Any:
         return Int64(0)
 
-    def arg_spec_type(self, const: bool = False) -> type:
+    def arg_spec_type(self, const: bool = False) -> Any:
         return Int64
 
     def param_fields(self) -> list[tuple[str, type, None]]:
@@ -136,7 +136,7 @@ class Address(EpiOp):
         return {self.name: getattr(args, self.name)}
 
 
-def _spread(even: cute.Tensor, odd: Int64) -> cute.Tensor:
+def _spread(even: Any, odd: Int64) -> cute.Tensor:
     """B, (N, K, 1), of the addresses of its even and its odd rows, which are dense.
 
     `even` has B's shape, and none of its strides.

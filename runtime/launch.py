@@ -23,8 +23,8 @@ from coda_agent.primitives.memory import parts_meet, tile_counter
 from coda_agent.primitives.objects import cached
 from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.spread import exchanged
 from coda_agent.primitives.resources import HalfTile, OddRows
+from coda_agent.primitives.spread import exchanged
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import unfused
 from coda_agent.runtime.call_cache import launching
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 # FP8 products are summed by the tensor core alone, as cuBLAS's use_fast_accum does: quack's default
 # on SM90, sums promoted to registers, spills and is 3 to 20 times slower (measured on an H200).
 _FP8 = (("fp8_slow_accum", False),)
+
+# Bytes from one row to the next that TMA counts. Memory of two allocators may lie farther apart.
+_FARTHEST = 1 << 40
 
 # Plans that quack keeps of a program, some kilobytes each.
 _PLANS = 512
@@ -126,7 +129,8 @@ def _launch(given: Arguments, *, run: bool = True) -> Bound:
     program, a, b, operands, outputs, config, bound = given
     if bound is None:
         resolve = _fused if config.fused else unfused.resolve
-        resolve = _in_order if program.spread else resolve
+        if program.spread:
+            resolve = partial(_in_order, odd=program.spread)
         bound = Bound(program, config, cached(partial(resolve, given)))
     if run:
         inputs = a, b, *(operands[o] for o in program.operands)
@@ -169,14 +173,14 @@ def _fused(given: Arguments) -> Callable[..., None]:
     return launching(call, _ordered(given, plan), makes, scheduler, meet)
 
 
-def _in_order(given: Arguments) -> Callable[..., None]:
+def _in_order(given: Arguments, odd: str) -> Callable[..., None]:
     """Resolve a launch of B's rows in two tensors, of which either may have the lower address.
 
     TMA counts upwards. So the lower one gives the even rows, and where these are the odd ones the
     program exchanges each pair of columns first, which are registers of one thread.
     """
     program = given.program
-    at = 2 + [*program.operands].index(program.spread)
+    at = 2 + [*program.operands].index(odd)
     rising = _fused(given)
 
     @lru_cache(maxsize=1)
@@ -184,13 +188,16 @@ def _in_order(given: Arguments) -> Callable[..., None]:
         return cached(partial(_fused, given._replace(program=exchanged(program))))
 
     def launch(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        even, odd = inputs[1], inputs[at]
-        if even.data_ptr() < odd.data_ptr():
-            rising(inputs, outputs)
-        else:
-            turned = [*inputs]
-            turned[1], turned[at] = odd, even
-            falling()(turned, outputs)
+        even, other = inputs[1], inputs[at]
+        apart = other.data_ptr() - even.data_ptr()
+        if 0 < apart < _FARTHEST:
+            return rising(inputs, outputs)
+        given = [*inputs]
+        if 0 < -apart < _FARTHEST:
+            given[1], given[at] = other, even
+            return falling()(given, outputs)
+        given[1], given[at] = torch.stack([even, other])
+        return rising(given, outputs)
 
     return launch
 

@@ -108,9 +108,7 @@ def _results(
     return [results[x] for x in function.program.outputs]
 
 
-def _flops(
-    a: Sequence[int], b: Sequence[int], *_: object, program: str, **__: object
-) -> int:
+def _flops(a: Sequence[int], b: Sequence[int], *_: object, program: str, **__: object) -> int:
     halves = 2 if function_of(program).program.spread else 1
     return 2 * a[0] * a[1] * b[0] * halves
 

@@ -35,7 +35,8 @@ from coda_agent.primitives import (
     softplus,
 )
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.tiles import TileConfig, unfused_forms
+from coda_agent.primitives.spread import spread
+from coda_agent.primitives.tiles import TileConfig, offered, unfused_forms
 from coda_agent.runtime.function import ProgramFunction, untuned
 
 pytestmark = pytest.mark.gpu
@@ -472,3 +473,28 @@ def test_functions_keep_the_digits_of_their_tails() -> None:
     for o, expected in due.items():
         error = (got[o].double() - expected).abs() / expected.abs()
         assert error.max() < 2.0**-8 + 1e-5, o
+
+
+@epilogue(D=Tile, O=HalfTile)
+def gated(acc, bias: RowVector):
+    z = acc + bias
+    gate, up = pairs(z)
+    return {"D": z, "O": silu(gate) * up}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("config", offered(gated, [(512, 272, 64)])[::3], ids=lambda c: c.label)
+def test_rows_of_weights_apart_are_those_of_one(config: TileConfig, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    a, held, far = draw(77, 64), draw(2, 136, 64), draw(136, 64)
+    bias = torch.randn(272, generator=generator, device="cuda")
+    stored = {"D": "bfloat16", "O": "bfloat16"}
+    types = (str(dtype).removeprefix("torch."),)
+    whole, apart = (ProgramFunction(p, stored, untuned, types) for p in (gated, spread(gated)))
+    pairs_of = [(held[0], held[1]), (held[1], held[0]), (held[0], far), (far, held[1]), (far, far)]
+    for even, odd in pairs_of:
+        b = torch.stack([even, odd], 1).flatten(0, 1)
+        expected = whole(a, b, {"bias": bias}, config=config)
+        got = apart(a, even, {"bias": bias, "odd_rows": odd}, config=config)
+        assert all(torch.equal(got[o], expected[o]) for o in expected)

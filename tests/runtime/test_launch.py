@@ -17,6 +17,7 @@ from coda_agent.primitives import (
     AddTile,
     ColIndex,
     ColVector,
+    HalfTile,
     Program,
     RowGather,
     RowMean,
@@ -31,6 +32,7 @@ from coda_agent.primitives import (
     pairs,
 )
 from coda_agent.primitives.lower import forget
+from coda_agent.primitives.spread import spread
 from coda_agent.primitives.tiles import UNFUSED, TileConfig
 from coda_agent.runtime import launch as module
 from coda_agent.runtime.launch import Arguments, allocate, bind, launch, launcher
@@ -42,6 +44,12 @@ PLAIN = TileConfig(128, 128, 2, 1, True)
 SPLIT = TileConfig(128, 128, 1, 2, True, split_k=2)
 DYNAMIC = TileConfig(128, 128, 2, 1, True, dynamic=True)
 TRANSPOSED = TileConfig(128, 32, 1, 1, True, swap_ab=True)
+
+
+@epilogue(O=HalfTile)
+def gated(acc):
+    gate, up = pairs(acc)
+    return {"O": gate * up}
 
 
 @epilogue(t=RowGather, D=Tile, O=Tile, s=RowMean)
@@ -203,3 +211,29 @@ def test_a_launcher_that_was_set_sees_bound_launches(
     again(*listed(added, *given(added, PLAIN)))
     launch(Arguments(added, *given(added, PLAIN), PLAIN))
     assert len(seen) == 4 and len(calls) == 3
+
+
+@pytest.mark.parametrize("case", ["rising", "falling", "one", "far"])
+def test_rows_apart_are_launched_from_the_lower_address(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    launched: list[tuple[Program, list[Any]]] = []
+
+    def fused(given: Arguments) -> Callable[..., None]:
+        return lambda inputs, _: launched.append((given.program, [*inputs]))
+
+    monkeypatch.setattr(module, "_fused", fused)
+    low, high = torch.arange(2.0).expand(8, 2).clone().chunk(2)
+    if case == "far":
+        monkeypatch.setattr(module, "_FARTHEST", 16)
+    even, odd = {"falling": (high, low), "one": (low, low)}.get(case, (low, high))
+    a, program = torch.empty(3, 2), spread(gated)
+    given = Arguments(program, a, even, {"odd_rows": odd}, {}, PLAIN)
+    bind(given)([a, even, odd], [torch.empty(0)])
+    ((ran, (_, first, second)),) = launched
+    assert (ran.digest != program.digest) is (case == "falling")
+    assert second.data_ptr() > first.data_ptr()
+    expected = (odd, even) if case == "falling" else (even, odd)
+    assert all(map(torch.equal, (first, second), expected))
+    copied = first.data_ptr() not in (low.data_ptr(), high.data_ptr())
+    assert copied is (case in ("one", "far"))
