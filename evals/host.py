@@ -51,7 +51,8 @@ def _setup(root: Path, name: str, device: str, shrink: int) -> Setup:
         own = {x: v.clone() if torch.is_tensor(v) else v for x, v in drawn.items()}
         given = as_declared(spec, own)
         args = [own[x] if x in kernel.packing else given[x] for x in spec.inputs]
-        function = torch.compile(lambda: kernel(*args), fullgraph=True) if compiled else kernel
+        direct = kernel.packed if kernel.packing else kernel
+        function = torch.compile(lambda: direct(*args), fullgraph=True) if compiled else direct
 
         @torch.no_grad()
         def call(_: int) -> object:

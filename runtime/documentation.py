@@ -71,4 +71,4 @@ def _sizes(spec: Spec) -> Iterator[str]:
 
 
 def _call(spec: Spec) -> str:
-    return f"{', '.join(spec.declared.outputs)} = {spec.name}({', '.join(spec.inputs)})"
+    return f"{', '.join(spec.declared.outputs)} = {spec.name}({', '.join(spec.declared.inputs)})"

@@ -238,5 +238,5 @@ def _say_interpreted(device: str) -> None:
     warnings.warn(
         f"coda-agent: no Hopper GPU behind tensors on {device}; kernels are interpreted by PyTorch "
         "(correct, not fast)",
-        stacklevel=7,  # the line that calls a kernel
+        stacklevel=8,  # the line that calls a kernel
     )

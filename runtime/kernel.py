@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.spread import spread
 from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime.call_cache import filled, signature, traced
 from coda_agent.runtime.call_inputs import CallInputs
 from coda_agent.runtime.documentation import documentation
-from coda_agent.runtime.function import ProgramFunction
+from coda_agent.runtime.function import ProgramFunction, supported
 from coda_agent.runtime.operators import Variant, Variants, differentiated, register
 from coda_agent.runtime.pruning import without
-from coda_agent.runtime.tile_choice import TileChoice, prior_chooser
+from coda_agent.runtime.tile_choice import TileChoice, fused_by, prior_chooser
 from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec
 from coda_agent.specs.format import Draw
@@ -64,6 +65,8 @@ class Kernel:
         # Plain values, because torch.compile traces the call.
         types, alike = _types(spec), (spec.inputs[spec.gemm[0]].dtype, *_types(spec))
         self._declared = Declared(spec.name, spec.layout, alike) if spec.layout else None
+        self._parts = tuple(spec.declared.inputs) if self.packing else ()
+        self._apart = self._of_rows_apart() if self.packing else {}
         self._inputs = CallInputs(spec, types, self._declared.hint if self._declared else "")
         self._returned = {tuple(x.values()): _returned(spec, x) for x in spec.bindings()}
 
@@ -73,11 +76,14 @@ class Kernel:
         """Run the kernel.
 
         Args:
-            args: The spec's inputs in the spec's order; they may be given by name too. The GEMM
+            args: The reference's arguments in its order; they may be given by name too. The GEMM
                 operands are (…, M, K) and (N, K), the nn.Linear layout; any strides. A scalar is a
                 number, or a float32 tensor of one element on the others' device; torch.compile
                 specialises on a number, and not on what a tensor holds. Where some are tensors, a
-                number costs a launch that fills one.
+                number costs a launch that fills one. What no view brings into the kernel's form is
+                packed here (`packed` takes what was packed before), but for two dense weights, or
+                halves of one, whose rows are paired: where nothing needs a gradient, a GPU reads
+                them as they lie.
             block_size: None gives final reductions, by one launch more; an integer the raw float32
                 partials of blocks of that many columns (or rows, where rows are reduced over), from
                 one launch. Inputs whose strides or address TMA cannot load are copied first.
@@ -93,10 +99,34 @@ class Kernel:
                 requires a gradient, and there is none: of FP8 numbers, and of a variant that
                 overwrites an input.
         """
+        if not self._parts:
+            return self._run(args, inputs, block_size)
+        key = self._inputs.choice(inputs)
+        values = (*args, *self._inputs.named(args, inputs, self._parts))
+        given = dict(zip(self._parts, values, strict=True))
+        variant = None if block_size is not None or traced() else self._apart.get(key)
+        if variant and (found := self._where_they_lie(variant, given)):
+            names, _ = self._returned[key]
+            element = found[self._inputs.a].dtype
+            return self._layout().left(names, variant(found), element, raw=False)
+        static = dict(zip(self._inputs.parameters, key, strict=True))
+        return self._run(self._of_parts(given), static, block_size)
+
+    def packed(
+        self, *args: Any, block_size: int | None = None, **inputs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the kernel on what `pack` made, in its parts' place.
+
+        All else is as in a call; a kernel that takes nothing packed is called.
+        """
+        return self._run(args, inputs, block_size)
+
+    def _run(self, args: Sequence[Any], inputs: dict[str, Any], block_size: int | None) -> Any:
+        """Run the kernel on its own inputs."""
         key = self._inputs.choice(inputs) if self._inputs.parameters else ()
-        values: Sequence[Any] = args
+        values = args
         if inputs or len(args) != len(self._inputs.names):
-            values = (*args, *self._inputs.named(args, inputs))
+            values = (*args, *self._inputs.named(tuple(args), inputs))
         given = values
         if self._declared:
             try:
@@ -196,6 +226,44 @@ class Kernel:
     def packing(self) -> Mapping[str, Place]:
         """Inputs that the kernel takes packed, and what each is made of."""
         return self._declared.packing if self._declared else {}
+
+    def _of_parts(self, given: Mapping[str, Any]) -> list[Any]:
+        """Make inputs of what the reference takes, packed."""
+        for x, value in given.items():
+            if not isinstance(value, (torch.Tensor, int, float)):
+                raise LaunchError(f"{self.__name__}: input {x!r} is {type(value).__name__}")
+        return self._layout().whole(given)
+
+    def _where_they_lie(self, variant: Variant, given: Mapping[str, Any]) -> list[Any] | None:
+        """Make inputs of rows apart, where a kernel takes them so."""
+        a = given.get(self.spec.gemm[0])  # or it is packed, too
+        if not isinstance(a, torch.Tensor) or not supported(a.device):
+            return None
+        if differentiated([*given.values()]) or torch.is_autocast_enabled("cuda"):
+            return None
+        if (found := self._layout().apart(given)) is None:
+            return None
+        found = self._layout().entered(found)
+        self._inputs.check(found)
+        filled(found, self._inputs.scalars, a.device)
+        return found
+
+    def _of_rows_apart(self) -> Variants:
+        """Make what takes B's even and its odd rows, these behind all inputs."""
+        found = dict[tuple[str, ...], Variant]()
+        for key, variant in self.variants.items():
+            function = variant.function
+            if function.program.wide or function.program.accumulated or variant.updated:
+                continue
+            program = spread(function.program)
+            choose = lru_cache(maxsize=1024)(fused_by(self.tiles.choose, prior_chooser(program)))
+            found[key] = replace(
+                variant,
+                function=replace(function, program=program, choose=choose),
+                operands=(*variant.operands, program.spread),
+                places=(*variant.places, len(self.spec.inputs)),
+            )
+        return found
 
     def _layout(self) -> Declared:
         if self._declared is None:

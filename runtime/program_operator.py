@@ -19,7 +19,7 @@ from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.function import Chooser, ProgramFunction
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.operators import operators
-from coda_agent.runtime.tile_choice import prior_chooser, scheduled
+from coda_agent.runtime.tile_choice import fused_by, prior_chooser, scheduled
 
 if TYPE_CHECKING:
     Tensors = Sequence[torch.Tensor] | None
@@ -53,7 +53,7 @@ def function_of(text: str) -> ProgramFunction:
     if known["like"] and Path(known["like"], "kernel.py").is_file():
         accepted = load_kernel(Path(known["like"]))
         choose, refused = accepted.tiles.choose, accepted.tiles.refused
-        choose = _fused_by(choose, prior_chooser(program)) if program.spread else choose
+        choose = fused_by(choose, prior_chooser(program)) if program.spread else choose
     if "tiles" in known:
         shape, config = known["tiles"]
         choose = _chosen_at(shape, config, choose)
@@ -74,16 +74,6 @@ def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> 
         measured = block is None and [m, n, k] == shape
         found = tiles if measured else elsewhere(m, n, k, dtype, block)
         return found and scheduled(found, m, n)
-
-    return choose
-
-
-def _fused_by(first: Chooser, otherwise: Chooser) -> Chooser:
-    """Take what the first chooses, where that is one kernel: what takes B's rows apart."""
-
-    def choose(*call: Any) -> TileConfig | None:
-        found = first(*call)
-        return found if found and found.fused else otherwise(*call)
 
     return choose
 

@@ -122,6 +122,16 @@ def prior_chooser(
     return choose
 
 
+def fused_by(first: Chooser, otherwise: Chooser) -> Chooser:
+    """Take what the first chooses, where that is one kernel: what takes B's rows apart."""
+
+    def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
+        found = first(m, n, k, dtype, block)
+        return found if found and found.fused else otherwise(m, n, k, dtype, block)
+
+    return choose
+
+
 def likely_tiles(
     program: Program, shape: Shape, dtype: str, gpu: str | None = None
 ) -> list[TileConfig]:

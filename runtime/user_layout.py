@@ -31,7 +31,8 @@ class Declared:
     """
 
     def __init__(self, name: str, layout: Layout, types: Container[str]) -> None:
-        self.name = name
+        self.name, self.places = name, layout.inputs
+        self._alternating = _alternating(layout)
         self.packing = {place.name: place for place in layout.inputs if place.packed}
         self.inputs = tuple(
             (i, place.name, part.flat, part.turned, len(part.tail), part.units)
@@ -55,7 +56,34 @@ class Declared:
         for name, place in self.packing.items():
             given = ", ".join(f"{part.name}={part.name}" for part in place.parts)
             lines.append(f"{name} = {self.name}.pack({given}), once")
-        return "; ".join(lines)
+        call = f"{self.name}.packed({', '.join(place.name for place in self.places)})"
+        return "; ".join([*lines, call]) if lines else ""
+
+    def whole(self, given: Mapping[str, Any]) -> list[Any]:
+        """Make inputs of what the reference takes, and pack what is packed."""
+        return [self._made(place, given) for place in self.places]
+
+    def apart(self, given: Mapping[str, Any]) -> list[Any] | None:
+        """Make inputs with B's even rows alone, and its odd ones behind all others.
+
+        None where these do not lie apart: each dense.
+        """
+        if self._alternating is None:
+            return None
+        held = [given[part.name] for part in self._alternating.parts]
+        if any(x.ndim != 2 or not x.is_contiguous() or x.shape != held[0].shape for x in held):
+            return None
+        even, odd = held if len(held) > 1 else held[0].chunk(2)
+        made = [
+            even if place is self._alternating else self._made(place, given)
+            for place in self.places
+        ]
+        return [*made, odd]
+
+    def _made(self, place: Place, given: Mapping[str, Any]) -> Any:
+        if not place.packed:
+            return given[place.name]
+        return self.pack({part.name: given[part.name] for part in place.parts})
 
     def entered(self, values: Sequence[object]) -> list[Any]:
         """Make canonical inputs of a caller's."""
@@ -134,6 +162,20 @@ class Declared:
             value = value.unflatten(-1, part.tail) if part.tail else value
             found[part.name] = _with_units(value, part.units)
         return found
+
+
+def _alternating(layout: Layout) -> Place | None:
+    """Find B where its rows are those of two tensors, or of the halves of one, in turn."""
+    for place in layout.inputs:
+        if place.name != layout.gemm[1] or not (place.packed and place.halves and place.axis == 0):
+            continue
+        plain = all(
+            not (part.turned or part.tail or part.units or part.flat) and part.scale == 1.0
+            for part in place.parts
+        )
+        if plain and len(place.parts) <= 2 and len({*place.shares}) <= 1:
+            return place
+    return None
 
 
 def _with_units(value: torch.Tensor, units: tuple[int, ...]) -> torch.Tensor:

@@ -87,11 +87,11 @@ def _fault(kernel: Kernel, case: Case, binding: Mapping[str, str], element: str)
     given = {x: v.contiguous().clone() if hasattr(v, "clone") else v for x, v in given.items()}
     types = dict.fromkeys(spec.types, element)
     try:
-        if fault := _packed(kernel, given):
-            return fault
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it is interpreted, the verdict says
             outputs = kernel(**{**given, **binding})
+            if fault := _packed(kernel, given, binding, outputs):
+                return fault
     except (CompileError, LaunchError) as error:
         return f"refuses the spec's inputs: {error}"
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -119,8 +119,13 @@ def _fault(kernel: Kernel, case: Case, binding: Mapping[str, str], element: str)
     return ""
 
 
-def _packed(kernel: Kernel, given: dict[str, Any]) -> str:
-    """Pack what the kernel takes packed; say what unpacking changes."""
+def _packed(
+    kernel: Kernel, given: Mapping[str, Any], binding: Mapping[str, str], outputs: object
+) -> str:
+    """Pack what the kernel takes packed; say what unpacking changes, or running it so."""
+    if not kernel.packing:
+        return ""
+    given = dict(given)
     for name, place in kernel.packing.items():
         parts = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**parts)
@@ -128,4 +133,7 @@ def _packed(kernel: Kernel, given: dict[str, Any]) -> str:
         for x, value in kernel.unpack(name, given[name], extents).items():
             if not same(value, parts[x]):
                 return f"does not unpack {x} as it was packed"
-    return ""
+    found = kernel.packed(**{**given, **binding})
+    found, outputs = (x if isinstance(x, tuple) else (x,) for x in (found, outputs))
+    alike = all(map(same, found, outputs))
+    return "" if alike else "gives other values of what is packed"

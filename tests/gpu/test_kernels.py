@@ -38,6 +38,8 @@ from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.spread import spread
 from coda_agent.primitives.tiles import TileConfig, offered, unfused_forms
 from coda_agent.runtime.function import ProgramFunction, untuned
+from coda_agent.runtime.kernel import Kernel
+from tests.specs.test_layout import of_gates
 
 pytestmark = pytest.mark.gpu
 
@@ -498,3 +500,20 @@ def test_rows_of_weights_apart_are_those_of_one(config: TileConfig, dtype: torch
         expected = whole(a, b, {"bias": bias}, config=config)
         got = apart(a, even, {"bias": bias, "odd_rows": odd}, config=config)
         assert all(torch.equal(got[o], expected[o]) for o in expected)
+
+
+def test_a_kernel_reads_paired_weights_where_they_lie() -> None:
+    made, program = of_gates("two weights")
+    kernel = Kernel(made, {"probe": program}, "kernel_apart")
+    x = torch.randn(2, 300, 64, device="cuda").bfloat16()
+    gate, up = (torch.randn(272, 64, device="cuda").bfloat16() for _ in range(2))
+    packed = kernel.packed(x, kernel.pack(gate=gate, up=up))
+    for _ in range(2):  # the second call finds the first's plan
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = kernel(x, gate, up)
+        most = torch.cuda.max_memory_allocated() - before
+        assert torch.equal(found, packed)
+    assert most < found.numel() * 2 + gate.numel() * 2
+    assert torch.equal(kernel(x, up, gate), kernel.packed(x, kernel.pack(gate=up, up=gate)))

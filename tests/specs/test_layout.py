@@ -21,8 +21,11 @@ from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.structures import structures
 from coda_agent.agent.workbench.reading import programs_to_define
 from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
+from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
+from coda_agent.runtime import function
+from coda_agent.runtime import kernel as module
 from coda_agent.runtime.kernel import Kernel
 from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec, admit, as_declared, draw_inputs, run_reference
@@ -300,18 +303,25 @@ def _extent(entry: str, sizes: Mapping[str, int]) -> int:
 
 
 def called(kernel: Kernel, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """What a call gives: of what the reference takes, and of what is packed the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        direct = kernel(*given.values())
+    direct = direct if isinstance(direct, tuple) else (direct,)
     for name, place in kernel.packing.items():
         own = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**own)
         assert f"    {name} = probe.pack(" in (kernel.__doc__ or "")
-        assert name in (kernel.__doc__ or "").rpartition(" = probe(")[2]  # the example's call
+        assert name in (kernel.__doc__ or "").rpartition("probe.packed(")[2]
         extents = None if place.shares else [x.shape[-place.axis] for x in own.values()]
         back = kernel.unpack(name, given[name], extents)
         assert all(same(back[x], value) for x, value in own.items())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        found = kernel(**given)
-    return found if isinstance(found, tuple) else (found,)
+        found = kernel.packed(**given)
+    found = found if isinstance(found, tuple) else (found,)
+    assert all(map(same, direct, found))
+    return direct
 
 
 def namespace(made: Spec) -> Any:
@@ -360,7 +370,7 @@ def test_canonical_inputs_are_given_in_the_declared_layout(composed: tuple[Spec,
     args = [inputs[x] if x in kernel.packing else given[x] for x in made.inputs]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        found = kernel(*args)
+        found = kernel.packed(*args)
     found = found if isinstance(found, tuple) else (found,)
     assert sum(x.numel() for x in found) == sum(x.numel() for x in exact)
     norms = [sum(float(x.double().square().sum()) for x in some) for some in (found, exact)]
@@ -419,8 +429,8 @@ def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
     assert packed.is_contiguous()
     assert torch.equal(packed[0::2], gate.mT)
     assert torch.equal(packed[1::2], up.mT)
-    with pytest.raises(LaunchError, match="takes 3 inputs, got 5") as caught:
-        kernel(*[gate] * 5)
+    with pytest.raises(LaunchError, match="takes 3 inputs, got 6") as caught:
+        kernel.packed(*[gate] * 6)
     assert caught.value.hint.startswith("w_gate_w_up = probe.pack(w_gate=w_gate, w_up=w_up), once")
     with pytest.raises(
         LaunchError, match=r"w_up \(8, 3\) cannot be packed, expected w_gate \[K, F\]"
@@ -454,6 +464,58 @@ def test_what_has_no_layout_is_refused(
         product(
             "pass", {"x": "[M, K]", **inputs}, outputs or {"y": "[M, N]"}, gemm=gemm, header=header
         )
+
+
+GATES = {
+    "two weights": ("[x, [gate, up]]", {"gate": "[F, K]", "up": "[F, K]"}, "F"),
+    "halves of one": ("[x, w]", {"w": "[F, K]"}, "F/2"),
+}
+
+
+def of_gates(which: str) -> tuple[Spec, Program]:
+    gemm, weights, width = GATES[which]
+    code = "gate, up = x @ gate.T, x @ up.T; "
+    if len(weights) == 1:
+        code = "gate, up = (x @ w.T).chunk(2, -1); "
+    code += "return torch.tanh(gate) * up"
+    inputs = {"x": "[B, T, K]", **weights}
+    outputs = {"y": f"[B, T, {width}]"}
+    made = product(code, inputs, outputs, gemm=gemm, header="pairs: halves\n")
+    return made, read_programs(Composer().write(made, lambda *_: None))["probe"]
+
+
+@pytest.mark.parametrize("which", GATES)
+def test_rows_that_are_paired_are_read_where_they_lie(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, program = of_gates(which)
+    kernel = Kernel(made, {"probe": program}, f"layout_apart_{which.split()[0]}")
+    ran, (_, *names) = list[Program](), made.declared.inputs
+
+    def interpreted(program: Program, *args: Any, **options: Any) -> Any:
+        ran.append(program)
+        return interpret(program, *args, **options)
+
+    monkeypatch.setattr(function, "interpret", interpreted)
+    monkeypatch.setattr(module, "supported", lambda _: True)
+    x, w = torch.randn(2, 3, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    weights = [w] if which == "halves of one" else [*w.chunk(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = kernel(x, *weights)
+        packed = kernel.packed(x, kernel.pack(**dict(zip(names, weights, strict=True))))
+        turned = kernel(x, *(v.mT.contiguous().mT for v in weights))
+        raised = kernel(x, *(v.requires_grad_() for v in weights))
+    assert torch.equal(found, packed)
+    assert torch.equal(found, turned)
+    assert torch.equal(found, raised)
+    assert [bool(p.spread) for p in ran] == [True, False, False, False]
+    raised.float().sum().backward()
+    exact = [v.detach().double().requires_grad_() for v in weights]
+    reference = namespace(made)(x.double(), *exact)
+    for one, other in zip(weights, torch.autograd.grad(reference.sum(), exact), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.double(), other, atol=0.2, rtol=0.05)
 
 
 def test_two_weights_whose_columns_meet_are_halves() -> None:
@@ -499,16 +561,19 @@ def test_torch_compile_sees_one_operator_and_views() -> None:
     program = read_programs(Composer().write(made, lambda *_: None))["probe"]
     kernel = Kernel(made, {"probe": program}, "layout_compiled")
     x, w = torch.randn(2, 3, 64).bfloat16(), torch.randn(384, 64).bfloat16()
-    compiled = torch.compile(kernel, backend="eager", fullgraph=True)
+    compiled = torch.compile(kernel.packed, backend="eager", fullgraph=True)
+    whole = torch.compile(kernel, backend="eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        outs, plain = compiled(x, w), kernel(x, w)
+        outs, plain = compiled(x, w), kernel.packed(x, w)
+        parts = whole(x, *w.split([256, 64, 64]))
+    assert all(map(torch.equal, parts, plain))
     assert [tuple(out.shape) for out in outs] == [(2, 3, 4, 64), (2, 3, 1, 64), (2, 3, 1, 64)]
     assert all(torch.equal(out, same) for out, same in zip(outs, plain, strict=True))
     assert len({out.untyped_storage().data_ptr() for out in plain}) == 1
     sparse = x.float().to_sparse().bfloat16()
     with pytest.raises(LaunchError, match=r"input 'x' is torch\.sparse_coo, expected a dense"):
-        kernel(sparse, w)
+        kernel.packed(sparse, w)
 
 
 def test_a_table_is_read_where_it_lies() -> None:
