@@ -489,7 +489,7 @@ def test_rows_that_are_paired_are_read_where_they_lie(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, program = of_gates(which)
-    kernel = Kernel(made, {"probe": program}, f"layout_apart_{which.split()[0]}")
+    kernel: Any = Kernel(made, {"probe": program}, f"layout_apart_{which.split()[0]}")
     ran, (_, *names) = list[Program](), made.declared.inputs
 
     def interpreted(program: Program, *args: Any, **options: Any) -> Any:
