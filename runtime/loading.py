@@ -22,7 +22,7 @@ from coda_agent.specs import Spec, load_spec
 _LOADED: dict[str, tuple[str, Kernel]] = {}
 
 
-def load_kernel(folder: Path) -> Kernel:
+def load_kernel(folder: str | Path) -> Kernel:
     """Load a kernel from its folder, such as a workspace's `generated/ffn_gate`.
 
     The folder has kernel.py, spec.md and, of an accepted one, tuned.json and evidence.json. Its
@@ -36,7 +36,7 @@ def load_kernel(folder: Path) -> Kernel:
         WorkspaceError: the folder holds no kernel, a revoked one, or not the one its evidence was
             made for, or a file that cannot be read.
     """
-    path = folder / "kernel.py"
+    path = (folder := Path(folder)) / "kernel.py"
     if not path.is_file():
         raise WorkspaceError(f"{folder} holds no kernel.py")
     paths = [folder / f for f in ("kernel.py", "spec.md", "tuned.json", "evidence.json")]

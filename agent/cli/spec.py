@@ -97,17 +97,21 @@ def about(spec: Spec) -> dict[str, object]:
     """Describe a spec as a document."""
     return {
         "spec": spec.name, "path": spec.path, "summary": spec.summary, "digest": spec.digest,
-        "inputs": {x: list(spec.symbolic_shape(x)) for x in spec.inputs},
-        "outputs": {x: list(spec.symbolic_shape(x)) for x in spec.outputs},
+        "inputs": {x: _shape(spec, x) for x in spec.declared.inputs},
+        "outputs": {x: _shape(spec, x) for x in spec.declared.outputs},
     }  # fmt: skip
 
 
 def line(spec: Spec) -> str:
-    """Describe a spec on one line."""
+    """Describe a spec on one line, as a kernel of it is called."""
 
     def faces(names: Iterable[str]) -> str:
-        return ", ".join(f"{x} {list(spec.symbolic_shape(x))}".replace("'", "") for x in names)
+        return ", ".join(f"{x} {_shape(spec, x)}".replace("'", "") for x in names)
 
-    columns, declared = spec.gemm_dims[1], spec.layout.columns if spec.layout else ()
-    several = f"; {columns} is {' + '.join(map(str, declared))}" if len(declared) > 1 else ""
-    return f"{faces(spec.inputs)} -> {faces(spec.outputs)}{several}"
+    return f"{faces(spec.declared.inputs)} -> {faces(spec.declared.outputs)}"
+
+
+def _shape(spec: Spec, name: str) -> list[str | int]:
+    """Find a tensor's shape as the spec declares it."""
+    declared = {**spec.declared.inputs, **spec.declared.outputs}[name].shape
+    return [*declared.cases[spec.bind()[declared.parameter] if declared.parameter else ""]]
