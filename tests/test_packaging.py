@@ -120,7 +120,7 @@ def test_a_type_checker_knows_what_is_installed(
     assert types[1] == "Tensor | tuple[Tensor, ...]"
     assert types[2:4] == ["Report", "list[Shown]"]
     assert types[4].startswith("(module: GraphModule, inputs: Sequence[Any], *, mode: str | None")
-    assert types[5:] == ["(folder: Path) -> Kernel", "Kernel"]
+    assert types[5:] == ["(folder: str | Path) -> Kernel", "Kernel"]
     lines = TYPED.splitlines()
     wrong = [lines[x["range"]["start"]["line"]] for x in said if x["severity"] == "error"]
     assert wrong == ["fuse(3)", 'gemm_swiglu(block_size="x")']
