@@ -193,13 +193,18 @@ def _in_order(given: Arguments, odd: str) -> Callable[..., None]:
         if 0 < apart < _FARTHEST:
             return rising(inputs, outputs)
         given = [*inputs]
-        if 0 < -apart < _FARTHEST:
+        if 0 < -apart < _FARTHEST and (falling.cache_info().currsize or not _captured()):
             given[1], given[at] = other, even
             return falling()(given, outputs)
         given[1], given[at] = torch.stack([even, other])
         return rising(given, outputs)
 
     return launch
+
+
+def _captured() -> bool:
+    """Tell whether a CUDA graph is being captured, while nothing can be compiled."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _options(plan: GemmEpiPlan) -> tuple[object, ...]:

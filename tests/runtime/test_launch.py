@@ -213,7 +213,7 @@ def test_a_launcher_that_was_set_sees_bound_launches(
     assert len(seen) == 4 and len(calls) == 3
 
 
-@pytest.mark.parametrize("case", ["rising", "falling", "one", "far"])
+@pytest.mark.parametrize("case", ["rising", "falling", "captured", "one", "far"])
 def test_rows_apart_are_launched_from_the_lower_address(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -226,7 +226,9 @@ def test_rows_apart_are_launched_from_the_lower_address(
     low, high = torch.arange(2.0).expand(8, 2).clone().chunk(2)
     if case == "far":
         monkeypatch.setattr(module, "_FARTHEST", 16)
-    even, odd = {"falling": (high, low), "one": (low, low)}.get(case, (low, high))
+    monkeypatch.setattr(module, "_captured", lambda: case == "captured")
+    turned, one = (high, low), (low, low)
+    even, odd = {"falling": turned, "captured": turned, "one": one}.get(case, (low, high))
     a, program = torch.empty(3, 2), spread(gated)
     given = Arguments(program, a, even, {"odd_rows": odd}, {}, PLAIN)
     bind(given)([a, even, odd], [torch.empty(0)])
@@ -236,4 +238,4 @@ def test_rows_apart_are_launched_from_the_lower_address(
     expected = (odd, even) if case == "falling" else (even, odd)
     assert all(map(torch.equal, (first, second), expected))
     copied = first.data_ptr() not in (low.data_ptr(), high.data_ptr())
-    assert copied is (case in ("one", "far"))
+    assert copied is (case in ("captured", "one", "far"))

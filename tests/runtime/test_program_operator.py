@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from coda_agent.primitives import Tile, epilogue, relu
+from coda_agent.primitives import HalfTile, Tile, epilogue, pairs, relu
+from coda_agent.primitives.spread import spread
 from coda_agent.runtime import program_operator
 
 pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
@@ -25,3 +27,19 @@ def test_a_kernel_without_operands_takes_an_empty_list_or_none() -> None:
     listed = program_operator.kernel_operator()(a, b, [], program=text)
     for (found,) in (listed, program_operator._call(a, b, None, program=text)):
         assert (found.double() - expected).norm() < 4e-3 * expected.norm()
+
+
+@epilogue(O=HalfTile)
+def gated(acc):
+    gate, up = pairs(acc)
+    return {"O": gate * up}
+
+
+def test_operations_are_counted_of_all_rows_of_b() -> None:
+    a, b = torch.ones(24, 32).bfloat16(), torch.ones(64, 32).bfloat16()
+    operator = program_operator.kernel_operator()
+    for program, even, operands in ((gated, b, []), (spread(gated), b[:32], [b[32:]])):
+        text = program_operator.program_text(program, {"O": "bfloat16"}, "bfloat16", "")
+        with FlopCounterMode(display=False) as counted:
+            operator(a, even, operands, program=text)
+        assert counted.get_total_flops() == 2 * 24 * 64 * 32
