@@ -13,7 +13,7 @@ from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import HalfTile, steps
+from coda_agent.primitives.resources import HalfTile, OddRows, steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +94,8 @@ class TensorChecks:
             return "is missing"
         if fault := kind.fault(value, lead, n):
             return fault
+        if kind is OddRows and (value.dtype, value.shape[1]) != (a.dtype, a.shape[-1]):
+            return f"is {value.dtype} of {value.shape[1]} columns, expected B's"
         if o in self.program.outputs and value.dtype != (wanted := self.dtypes_for(a.dtype)[o]):
             return f"is {value.dtype}, expected {wanted}"
         if getattr(value, "device", a.device) != a.device:

@@ -71,7 +71,8 @@ class Declared:
         if self._alternating is None:
             return None
         held = [given[part.name] for part in self._alternating.parts]
-        if any(x.ndim != 2 or not x.is_contiguous() or x.shape != held[0].shape for x in held):
+        like = {(x.shape, x.dtype, x.device) for x in held}
+        if len(like) > 1 or any(x.ndim != 2 or not x.is_contiguous() for x in held):
             return None
         even, odd = held if len(held) > 1 else held[0].chunk(2)
         made = [

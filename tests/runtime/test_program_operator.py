@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from coda_agent.primitives import HalfTile, Tile, epilogue, pairs, relu
+from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.spread import spread
 from coda_agent.runtime import program_operator
 
@@ -33,6 +34,14 @@ def test_a_kernel_without_operands_takes_an_empty_list_or_none() -> None:
 def gated(acc):
     gate, up = pairs(acc)
     return {"O": gate * up}
+
+
+def test_rows_that_are_not_those_of_b_are_refused() -> None:
+    a, b = torch.ones(24, 32).bfloat16(), torch.ones(32, 32).bfloat16()
+    text = program_operator.program_text(spread(gated), {"O": "bfloat16"}, "bfloat16", "")
+    for odd in (b.half(), b[:, :16], b[:16]):
+        with pytest.raises(LaunchError, match="operand 'odd_rows'"):
+            program_operator.kernel_operator()(a, b, [odd], program=text)
 
 
 def test_operations_are_counted_of_all_rows_of_b() -> None:

@@ -506,6 +506,10 @@ def test_rows_that_are_paired_are_read_where_they_lie(
         packed = kernel.packed(x, kernel.pack(**dict(zip(names, weights, strict=True))))
         turned = kernel(x, *(v.mT.contiguous().mT for v in weights))
         raised = kernel(x, *(v.requires_grad_() for v in weights))
+        if which == "two weights":
+            for one, other in ((weights[0].half(), weights[1]), (weights[0][:, :32], weights[1])):
+                with pytest.raises(LaunchError):
+                    kernel(x, one.detach().contiguous(), other.detach())
     assert torch.equal(found, packed)
     assert torch.equal(found, turned)
     assert torch.equal(found, raised)
