@@ -41,11 +41,10 @@ class CallInputs:
         return tuple(chosen)
 
     def named(
-        self, args: tuple[object, ...], inputs: dict[str, Any], names: tuple[str, ...] = ()
+        self, args: tuple[object, ...], inputs: dict[str, Any], names: tuple[str, ...]
     ) -> list[Any]:
-        """Find the inputs that follow `args` in the order of `names`, the spec's by default."""
-        name, names = self._kernel, names or self.names
-        rest = names[len(args) :]
+        """Find the inputs that follow `args` in the order of `names`."""
+        name, rest = self._kernel, names[len(args) :]
         if len(args) + len(inputs) == len(names) and all([x in inputs for x in rest]):
             return [inputs[x] for x in rest]
         if len(args) > len(names):

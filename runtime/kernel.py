@@ -99,18 +99,14 @@ class Kernel:
                 requires a gradient, and there is none: of FP8 numbers, and of a variant that
                 overwrites an input.
         """
-        if not self._parts:
-            return self._run(args, inputs, block_size)
-        key = self._inputs.choice(inputs)
-        values = (*args, *self._inputs.named(args, inputs, self._parts))
-        given = dict(zip(self._parts, values, strict=True))
-        variant = None if block_size is not None or traced() else self._apart.get(key)
-        if variant and (found := self._where_they_lie(variant, given)):
-            names, _ = self._returned[key]
-            element = found[self._inputs.a].dtype
-            return self._layout().left(names, variant(found), element, raw=False)
-        static = dict(zip(self._inputs.parameters, key, strict=True))
-        return self._run(self._of_parts(given), static, block_size)
+        key, values = self._bound(args, inputs, self._parts or self._inputs.names)
+        if self._parts:
+            given = dict(zip(self._parts, values, strict=True))
+            apart = None if block_size is not None or traced() else self._apart.get(key)
+            if apart and (found := self._where_they_lie(given)):
+                return self._run(key, found, None, apart)
+            values = self._of_parts(given)
+        return self._run(key, values, block_size)
 
     def packed(
         self, *args: Any, block_size: int | None = None, **inputs: Any
@@ -119,14 +115,26 @@ class Kernel:
 
         All else is as in a call; a kernel that takes nothing packed is called.
         """
-        return self._run(args, inputs, block_size)
+        key, values = self._bound(args, inputs, self._inputs.names)
+        return self._run(key, values, block_size)
 
-    def _run(self, args: Sequence[Any], inputs: dict[str, Any], block_size: int | None) -> Any:
-        """Run the kernel on its own inputs."""
+    def _bound(
+        self, args: tuple[Any, ...], inputs: dict[str, Any], names: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], Sequence[Any]]:
+        """Find a call's static parameters, and its inputs in the order of `names`."""
         key = self._inputs.choice(inputs) if self._inputs.parameters else ()
-        values = args
-        if inputs or len(args) != len(self._inputs.names):
-            values = (*args, *self._inputs.named(tuple(args), inputs))
+        if inputs or len(args) != len(names):
+            args = (*args, *self._inputs.named(args, inputs, names))
+        return key, args
+
+    def _run(
+        self,
+        key: tuple[str, ...],
+        values: Sequence[Any],
+        block_size: int | None,
+        variant: Variant | None = None,
+    ) -> Any:
+        """Run the kernel, or a variant that takes rows apart, on inputs of its own."""
         given = values
         if self._declared:
             try:
@@ -134,7 +142,7 @@ class Kernel:
             except RuntimeError:  # no views are taken of what is not dense
                 self._inputs.check(values)
                 raise
-        variant = None if traced() else self.variants[key]
+        variant = variant or (None if traced() else self.variants[key])
         ordered = variant.inputs(values) if variant else []
         call = variant and variant.function.calls.find(ordered, (block_size, None))
         if variant and call:
@@ -234,19 +242,14 @@ class Kernel:
                 raise LaunchError(f"{self.__name__}: input {x!r} is {type(value).__name__}")
         return self._layout().whole(given)
 
-    def _where_they_lie(self, variant: Variant, given: Mapping[str, Any]) -> list[Any] | None:
+    def _where_they_lie(self, given: Mapping[str, Any]) -> list[Any] | None:
         """Make inputs of rows apart, where a kernel takes them so."""
         a = given.get(self.spec.gemm[0])  # or it is packed, too
         if not isinstance(a, torch.Tensor) or not supported(a.device):
             return None
         if differentiated([*given.values()]) or torch.is_autocast_enabled("cuda"):
             return None
-        if (found := self._layout().apart(given)) is None:
-            return None
-        found = self._layout().entered(found)
-        self._inputs.check(found)
-        filled(found, self._inputs.scalars, a.device)
-        return found
+        return self._layout().apart(given)
 
     def _of_rows_apart(self) -> Variants:
         """Make what takes B's even and its odd rows, these behind all inputs."""

@@ -71,6 +71,9 @@ class Declared:
         if self._alternating is None:
             return None
         held = [given[part.name] for part in self._alternating.parts]
+        plain = torch.Tensor, torch.nn.Parameter  # a subclass's numbers may be anywhere
+        if any(type(x) not in plain or x.layout is not torch.strided for x in held):
+            return None
         like = {(x.shape, x.dtype, x.device) for x in held}
         if len(like) > 1 or any(x.ndim != 2 or not x.is_contiguous() for x in held):
             return None

@@ -472,6 +472,10 @@ GATES = {
 }
 
 
+class Wrapped(torch.Tensor):
+    """A tensor whose numbers a caller keeps elsewhere, for all that a kernel knows."""
+
+
 def of_gates(which: str) -> tuple[Spec, Program]:
     gemm, weights, width = GATES[which]
     code = "gate, up = x @ gate.T, x @ up.T; "
@@ -510,10 +514,12 @@ def test_rows_that_are_paired_are_read_where_they_lie(
             for one, other in ((weights[0].half(), weights[1]), (weights[0][:, :32], weights[1])):
                 with pytest.raises(LaunchError):
                     kernel(x, one.detach().contiguous(), other.detach())
+        wrapped = kernel(x, *(v.detach().as_subclass(Wrapped) for v in weights))
+    assert torch.equal(wrapped, packed)
     assert torch.equal(found, packed)
     assert torch.equal(found, turned)
     assert torch.equal(found, raised)
-    assert [bool(p.spread) for p in ran] == [True, False, False, False]
+    assert [bool(p.spread) for p in ran] == [True, False, False, False, False]
     raised.float().sum().backward()
     exact = [v.detach().double().requires_grad_() for v in weights]
     reference = namespace(made)(x.double(), *exact)
