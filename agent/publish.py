@@ -102,6 +102,12 @@ def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Itera
         yield file.fileno()
 
 
+def edited(workspace: Workspace, name: str) -> bool:
+    """Whether git holds a kernel's program, and another than is on disk."""
+    program = f"{_spelled(workspace, name)}/kernel.py"
+    return b"M" in run_git(workspace.top, "status", "--porcelain", "--", program)[:2]
+
+
 def remark(workspace: Workspace, commit: str | None) -> str:
     """Say where a commit went that is on no branch; else nothing."""
     with contextlib.suppress(GitError):

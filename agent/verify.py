@@ -1,5 +1,7 @@
 """A program judged outside an author's run: accepted, or a text alone."""
 
+import shlex
+
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
@@ -25,6 +27,7 @@ def verify(
     """Judge an accepted kernel again where due; raise or revoke its level.
 
     It is due where its evidence is stale or this machine can show more; with `fresh`, in any case.
+    A refused edit of kernel.py that git does not hold is not committed: it was never accepted.
 
     Where nothing is due there is no run, and the outcome says so. One of the package, where the
     workspace has none of its name, is judged alone.
@@ -54,14 +57,20 @@ def verify(
     with short_run(run, observer, "verify", kernel) as log:
         verdict = _judged(log, spec, text, judge.Terms(device, known=stored.tuned))
         sha: str | None = None
-        level = verdict.level
-        if commit:
+        level, remark = verdict.level, ""
+        if commit and not verdict.passed and publish.edited(workspace, kernel):
+            remark = (
+                f"{stored.program} is not as git holds it, and nothing was committed:"
+                f" git restore {shlex.quote(str(stored.program))} brings the other back"
+            )
+        elif commit:
             sha = acceptance.raise_or_revoke(workspace, kernel, verdict, run_id=run.id, text=text)
             level = workspace.kernel(kernel).level
             log.append(e.Stored.of(sha, level))
+            remark = publish.remark(workspace, sha)
     return Outcome(
         kernel, verdict.passed, level, evidence.level, sha, stored.folder, run.folder, verdict,
-        remark=publish.remark(workspace, sha),
+        remark=remark,
     )  # fmt: skip
 
 

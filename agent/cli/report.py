@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import typer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.pipeline import Outcome
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_SILENT_S = 5.0
 _AS_JSON = ContextVar("_AS_JSON", default=False)
 
 
@@ -195,17 +197,18 @@ class Standing:
 def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
     """Make an observer that shows the gates; `usd` was spent before.
 
-    It is a spinner on a terminal, gone before anything else is printed, and plain lines elsewhere.
+    It is a spinner on a terminal, gone before anything else is printed. Elsewhere it is plain
+    lines, and what lasts is told on stderr.
     """
     if silent or quiet():
         yield lambda *_: None
         return
     status: Status | None = None
-    standing = Standing(usd)
+    standing, slow, note = Standing(usd), Timer(0, print), ""
 
-    def spin(note: str) -> None:
-        nonlocal status
-        note = standing.line(note)
+    def spin(about: str) -> None:
+        nonlocal status, slow, note
+        note = standing.line(about)
         if sys.stdout.isatty():
             from rich.console import Console
             from rich.text import Text
@@ -213,8 +216,13 @@ def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
             status = status or Console().status("")
             status.update(Text(note))
             status.start()
+        elif not slow.is_alive():  # of notes that follow one another quickly, one now and then
+            slow = Timer(_SILENT_S, lambda: typer.echo(note, err=True))
+            slow.daemon = True
+            slow.start()
 
     def stop() -> None:
+        slow.cancel()
         if status:
             status.stop()
 
@@ -239,6 +247,10 @@ def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
                 typer.echo(f"measured {data['shape']}")
             case "request":
                 spin("the model thinks")
+            case "request.failed":
+                stop()
+                again = f"; again in {data['wait_s']:.0f} s" if data.get("wait_s") else ""
+                typer.echo(f"{data['error'].partition(chr(10))[0]}{again}", err=True)
             case "tool.finished":
                 stop()
                 first = (data["text"].splitlines() or [""])[0]

@@ -206,10 +206,31 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
     )
 
     assert "unchanged" in run("verify", "--all")
-    (where.generated / "gemm_swiglu" / "kernel.py").write_text("wrong\n")
+    program = where.generated / "gemm_swiglu" / "kernel.py"
+    program.write_text("wrong\n")
+    edited = run("verify", "gemm_swiglu", "--json", code=1)["kernels"][0]
+    assert (edited["before"], edited["level"], edited["commit"]) == ("proved", None, None)
+    assert "git restore" in edited["remark"] and program.read_text() == "wrong\n"
+    where.git("commit", "-q", "-m", "by hand", "--", str(program))
     revoked = run("verify", "gemm_swiglu", "--json", code=1)["kernels"][0]
     assert (revoked["before"], revoked["level"]) == ("proved", "revoked") and revoked["commit"]
     assert "unchanged" not in run("generate", "gemm_swiglu")
+
+
+def test_what_lasts_is_told_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "_SILENT_S", 0.0)
+    with report.progress() as observer:
+        observer("gate.started", {"gate": "numerics"})
+        deadline = time.monotonic() + 30
+        while not (said := capsys.readouterr()).err and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (said.out, said.err) == ("", "numerics\n")
+        monkeypatch.setattr(report, "_SILENT_S", 600.0)
+        observer("gate.started", {"gate": "performance"})
+        observer("request.failed", {"error": "Busy: no\nmore", "wait_s": 8.2})
+    assert capsys.readouterr() == ("", "Busy: no; again in 8 s\n")
 
 
 def test_a_reader_takes_the_packages_kernel_where_the_workspace_has_none(

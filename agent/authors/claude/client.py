@@ -152,9 +152,10 @@ class Client:
                 wait_s = retry_after(error, attempt)
                 if attempt == ATTEMPTS or (wait_s and self.clock() + wait_s > end):
                     wait_s = None
-                failed(error=f"{type(error).__name__}: {error}"[:2000], wait_s=wait_s)
+                failed(error=f"{type(error).__name__}: {_told(error)}"[:2000], wait_s=wait_s)
                 if wait_s is None:
-                    raise Stopped(f"the model did not answer: {_first_line(error)}") from error
+                    said = getattr(error, "api_message", None) or _told(error)
+                    raise Stopped(f"the model did not answer: {_first_line(str(said))}") from error
                 self.sleep(wait_s)
         raise AssertionError("unreachable")
 
@@ -250,6 +251,15 @@ def retry_after(error: Exception, attempt: int) -> float | None:
     return min(30.0, 0.5 * 2 ** (attempt - 1)) * (1 - 0.25 * random.random())
 
 
-def _first_line(error: Exception) -> str:
-    said = getattr(error, "api_message", None) or str(error) or type(error).__name__
-    return str(said).splitlines()[0][:500]
+def _told(error: Exception) -> str:
+    """What an error says; of a connection that was not made also where to, and why."""
+    from anthropic import APIConnectionError
+
+    said = str(error) or type(error).__name__
+    if isinstance(error, APIConnectionError) and error.__cause__:
+        said += f" ({error.request.url.copy_with(raw_path=b'')}: {error.__cause__})"
+    return said
+
+
+def _first_line(said: str) -> str:
+    return said.partition("\n")[0][:500]
