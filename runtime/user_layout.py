@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.specs.layout import Layout, Part, Place, halved, interleaved, ordered, shown
+from coda_agent.specs.layout import Entry, Layout, Part, Place, halved, interleaved, ordered, shown
 
 
 class Declared:
@@ -24,7 +24,8 @@ class Declared:
             all of its dimensions but the last become one, whether its two change places,
             how many its columns are, and which dimensions of extent 1 it loses.
         tables: Of tables of part of the rows or columns: place, how many of their dimensions are
-            over rows, and which dimensions are of extent 1.
+            over rows, which dimensions are of extent 1, and what each dimension is: of a place the
+            dimension, or a number.
         numbers: Tensors of one number that are not float32: places.
         outputs: What the declared outputs of each canonical one are, by its name.
         packing: Inputs that are given packed, by name.
@@ -41,10 +42,11 @@ class Declared:
             if not place.packed and (part.turned or part.tail or part.units)
         )
         self.tables = tuple(
-            (i, part.table, tuple(e == 1 for e in next(iter(part.shape.values()))))
+            (i, part.table, tuple(e == 1 for e in shape), _alike(layout, shape))
             for i, place in enumerate(layout.inputs)
             for part in place.parts
             if part.table is not None
+            for shape in [next(iter(part.shape.values()))]
         )
         self.numbers = tuple(i for i, place in enumerate(layout.inputs) if place.dtype)
         self.outputs = {place.name: _Leaving.of(place, types) for place in layout.outputs}
@@ -108,11 +110,30 @@ class Declared:
             found[i] = value.squeeze(units) if units else value
         for i in self.numbers:
             found[i] = found[i].float() if hasattr(found[i], "shape") else found[i]
-        for i, rows, units in self.tables:
+        for i, rows, units, alike in self.tables:
             if getattr(found[i], "ndim", None) == len(units):
                 extents = tuple(found[i].shape)
+                self._check(i, extents, alike, values)
                 found[i] = found[i].reshape(math.prod(extents[:rows]), math.prod(extents[rows:]))
         return found
+
+    def _check(
+        self, i: int, extents: tuple[int, ...], alike: Sequence[_Alike], values: Sequence[Any]
+    ) -> None:
+        """Refuse a table of another extent, which would be repeated over what it is not of."""
+        for axis, known in enumerate(alike):
+            if known is None or extents[axis] == 1:
+                continue
+            if not isinstance(due := known, int):
+                j, ndim, at = known
+                if getattr(values[j], "ndim", 0) != ndim:
+                    continue
+                due = values[j].shape[at]
+            if extents[axis] != due:
+                raise LaunchError(
+                    f"{self.name}: input {self.places[i].name!r} has shape {extents}, expected "
+                    f"{due} as its dimension {axis}"
+                )
 
     def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:
         """Make the declared outputs of canonical ones; raw partials stay."""
@@ -159,13 +180,42 @@ class Declared:
             raise LaunchError(f"{self.name}: unpack of {name!r} needs extents, one for each part")
         unit = whole.shape[axis] // (sum(place.shares) or 1)
         extents = extents or [unit * share for share in place.shares]
+        try:
+            pieces = whole.split([*extents], axis)
+            parted = [*zip(place.parts, pieces, strict=True)]
+        except (RuntimeError, TypeError, ValueError):
+            raise LaunchError(
+                f"{self.name}: extents are {extents!r}, expected one for each of"
+                f" {', '.join(part.name for part in place.parts)}, {whole.shape[axis]} together"
+            ) from None
         found = {}
-        for part, piece in zip(place.parts, whole.split(list(extents), axis), strict=True):
+        for part, piece in parted:
             value = piece / part.scale if part.scale != 1.0 else piece
             value = value.mT if part.turned else value
             value = value.unflatten(-1, part.tail) if part.tail else value
             found[part.name] = _with_units(value, part.units)
         return found
+
+
+_Alike = int | tuple[int, int, int] | None
+
+
+def _alike(layout: Layout, shape: Sequence[Entry]) -> list[_Alike]:
+    """Find of each dimension its extent, or which dimension of an operand has it.
+
+    Of an operand that is its place, its number of dimensions, and which one.
+    """
+    found: list[_Alike] = []
+    for entry in shape:
+        held = (
+            (j, len(own), own.index(entry))
+            for j, place in enumerate(layout.inputs)
+            if place.name in layout.gemm and not place.packed
+            for own in [next(iter(place.parts[0].shape.values()))]
+            if entry in own
+        )
+        found.append(entry if isinstance(entry, int) else next(held, None))
+    return found
 
 
 def _alternating(layout: Layout) -> Place | None:

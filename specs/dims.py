@@ -19,6 +19,7 @@ PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160, 512, 1024, 2048)
 """What sizes may have to be multiples of beside what TMA asks, such as a head's width, or the
 widths of the heads of a group."""
+EVEN = math.lcm(*_UNITS)
 _DIVISIBLE = 11520  # by what a part of a dim is likely to be
 _LARGEST = 1 << 24
 """Elements of all inputs in a run that looks for what sizes must be multiples of; one that found a
@@ -281,14 +282,15 @@ def find_units(dims: Dims) -> None:
 
 
 def check_sizes(dims: Dims) -> None:
-    """Refuse an example that no GPU holds, or no kernel takes."""
+    """Refuse an example that no GPU holds, or no kernel takes; what is named has no size there."""
+    axes = {name: example.axes for name, example in dims.called.examples.items()}
     elements = sum(map(math.prod, dims.example.values()))
-    if 2 * elements > _MEMORY:
+    if 2 * elements > _MEMORY and all(isinstance(a, int) for some in axes.values() for a in some):
         message = f"the example's tensors take {2 * elements / 1e9:,.0f} GB"
         raise SpecError(message, hint="give sizes that a GPU holds: they are timed")
     for name, shape in dims.shapes.items():
-        for x, size in zip(shape, dims.example[name], strict=True):
-            if size % (unit := dims.units.get(str(x), 1)):
+        for x, size in zip(shape, axes[name], strict=True):
+            if isinstance(size, int) and size % (unit := dims.units.get(str(x), 1)):
                 message = f"{name} has a size of {size}; a kernel takes multiples of {unit}"
                 raise SpecError(f"{message} there", hint=f"pad it to {up(size, unit)}")
 

@@ -21,7 +21,7 @@ from coda_agent.specs import probes
 from coda_agent.specs.admission import admit
 from coda_agent.specs.called import FILE, Called, Elsewhere
 from coda_agent.specs.defaults import TYPES
-from coda_agent.specs.dims import PRIMES, Dims, check_sizes, find_units
+from coda_agent.specs.dims import EVEN, PRIMES, Dims, check_sizes, find_units
 from coda_agent.specs.format import DTYPES
 from coda_agent.specs.front_matter import Face, Front, sizes_listed
 from coda_agent.specs.layout import extent
@@ -91,8 +91,8 @@ class _Draft:
         self.source, self.examples, self.name = source, examples, name
         self.called = Called(source, examples)
         letters = {a for e in examples.values() for a in e.axes if isinstance(a, str)}
-        # Sizes that no other has, since a size that is met twice could be one dim.
-        self.sizes = {x: 1024 * p for x, p in zip(sorted(letters), PRIMES, strict=False)}
+        # Sizes that no other has, since a size that is met twice could be one dim; in whole heads.
+        self.sizes = {x: EVEN * p for x, p in zip(sorted(letters), PRIMES, strict=False)}
         self.example = {
             name: tuple(self.sizes[a] if isinstance(a, str) else a for a in e.axes)
             for name, e in examples.items()

@@ -194,6 +194,12 @@ return g.clamp(-448, 448).to(torch.float8_e4m3fn), g.abs().amax(-1)"""
 def test_letters_stay_as_they_were_given() -> None:
     spec, front = drafted("return (x @ w.T).tanh()", {"x": ("tokens", "D"), "w": ("F", "D")})
     assert faces(spec)["out"] == (["tokens", "F"], "T") and "bench_shapes" not in front
+    body = """q = (x @ w.T).unflatten(-1, (-1, 96))
+a, b = q.chunk(2, -1)
+return torch.cat([-b, a], -1).flatten(2) * s"""
+    _, front = drafted(body, {"x": ("B", "T", "K"), "w": ("N", "K"), "s": ()})
+    assert front["outputs"]["out"]["shape"] == ["B", "T", "N"]
+    assert front["dims"]["N"] == {"multiple_of": 96}
 
 
 def test_what_a_root_takes_is_positive() -> None:

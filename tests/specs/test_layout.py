@@ -5,6 +5,7 @@ Each reference is plain PyTorch on tensors as a user has them, and the call has 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -440,6 +441,11 @@ def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
         kernel.pack(w_gate=gate)
     with pytest.raises(LaunchError, match="'x' is not packed, expected one of w_gate_w_up, b_gate"):
         kernel.unpack("x", packed)
+    for extents in ([32], [32, 64], {"w_gate": 32, "w_up": 32}):
+        with pytest.raises(
+            LaunchError, match=r"expected one for each of w_gate, w_up, 64 together"
+        ):
+            kernel.unpack("w_gate_w_up", packed, extents)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -594,10 +600,31 @@ def test_a_table_is_read_where_it_lies() -> None:
     slices = torch.randn(2, 6 * 32).bfloat16().chunk(6, dim=1)
     given = {x: torch.randn(2, 3, 32).bfloat16() for x in made.inputs}
     given |= {"scale": slices[1], "gate": slices[2][:, None], "p": slices[0][:, 0]}
+    given["keep"] = slices[3][:, None, :1]
     entered = dict(zip(given, declared.entered([*given.values()]), strict=True))
     for x, shape in (("scale", (2, 32)), ("gate", (2, 32)), ("p", (2, 1))):
         assert tuple(entered[x].shape) == shape
         assert entered[x].data_ptr() == given[x].data_ptr()
+
+
+def test_a_table_of_other_rows_or_columns_is_refused() -> None:
+    """It would be repeated over what it is not of, where the reference raises."""
+    made = LAYOUTS["rotation of halves"]()
+    assert made.layout
+    declared = Declared(made.name, made.layout, ("bfloat16",))
+
+    def entered(*shape: int) -> None:
+        table = torch.randn(shape)
+        declared.entered([torch.randn(2, 48, 8), torch.randn(256, 8), table, table])
+
+    for fits in ((2, 48, 64), (1, 48, 64), (2, 1, 64), (1, 1, 64)):
+        entered(*fits)
+    for shape, due, axis in (
+        ((2, 24, 64), 48, 1), ((1, 96, 64), 48, 1), ((4, 48, 64), 2, 0), ((2, 48, 128), 64, 2)
+    ):  # fmt: skip
+        wrong = f"'cos' has shape {shape}, expected {due} as its dimension {axis}"
+        with pytest.raises(LaunchError, match=re.escape(wrong)):
+            entered(*shape)
 
 
 @pytest.mark.parametrize(
