@@ -1,6 +1,7 @@
 """Accepted kernels as functions: `from coda_agent.generated import gemm_rmsnorm_swiglu`.
 
 Each folder here is one kernel: its program, its frozen spec, its evidence and its tuned tiles.
+Type checkers read of `__init__.pyi` how each is called.
 A function takes the spec's inputs by the spec's names and returns its outputs in the spec's
 order.
 """
@@ -16,27 +17,6 @@ from coda_agent.primitives.suggest import near_matches
 
 if TYPE_CHECKING:
     from coda_agent.runtime.kernel import Kernel
-
-    # A checker would take the folder of that name for a module.
-    gemm_bias_act: Kernel
-    gemm_fp8_residual_partial_rmsnorm: Kernel
-    gemm_fp8_rmsnorm: Kernel
-    gemm_fp8_rmsnorm_rope: Kernel
-    gemm_fp8_rmsnorm_swiglu: Kernel
-    gemm_fp8_rmsnorm_swiglu_quantised: Kernel
-    gemm_fp8_swiglu: Kernel
-    gemm_fp8_swiglu_quantised: Kernel
-    gemm_partial_cross_entropy: Kernel
-    gemm_partial_swiglu_bwd: Kernel
-    gemm_residual_partial_rmsnorm: Kernel
-    gemm_residual_partial_rmsnorm_bwd: Kernel
-    gemm_rmsnorm: Kernel
-    gemm_rmsnorm_partial_cross_entropy: Kernel
-    gemm_rmsnorm_rope: Kernel
-    gemm_rmsnorm_swiglu: Kernel
-    gemm_rope: Kernel
-    gemm_swiglu: Kernel
-    gemm_symlog: Kernel
 
 _ROOT = Path(__file__).parent
 

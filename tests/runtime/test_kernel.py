@@ -174,7 +174,7 @@ def test_a_tile_that_spills_by_the_evidence_is_not_the_priors_pick(tmp_path: Pat
 
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(AttributeError, match="no accepted kernel named 'gemm_nothing'"):
-        generated.gemm_nothing  # noqa: B018
+        generated.gemm_nothing  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ImportError, match="named 'gemm_swigl', did you mean gemm_swiglu"):
         from coda_agent.generated import gemm_swigl  # noqa: F401  # pyright: ignore
     assert not hasattr(generated, "gemm_swigl")
@@ -367,18 +367,18 @@ def test_no_rows() -> None:
 def test_tensors_for_scalars() -> None:
     kernel = generated.gemm_bias_act
     *others, _, _ = given(kernel)
-    want = kernel(*others, 0.5, 2.0)
+    want = kernel(*others, alpha=0.5, beta=2.0)
     for alpha, beta in ((torch.tensor(0.5), torch.tensor([2.0])), (torch.tensor(0.5), 2.0)):
-        assert_same(kernel(*others, alpha, beta), want)
+        assert_same(kernel(*others, alpha=alpha, beta=beta), want)
         assert_same(compiled(kernel)(*others, alpha, beta), want)
     op = torch.ops.coda_agent.gemm_bias_act.Tensor
     torch.library.opcheck(
         op, (*others, torch.tensor(0.5), torch.tensor(2.0)), {"activation": "relu"}
     )
     with pytest.raises(LaunchError, match="input 'alpha' is str, expected a number or tensor"):
-        kernel(*others, "1", 2.0)
+        kernel(*others, alpha="1", beta=2.0)  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match="input 'A' is float, expected a tensor"):
-        kernel(1.0, *others[1:], 1.0, 2.0)
+        kernel(1.0, *others[1:], alpha=1.0, beta=2.0)
 
 
 IN_PLACE = """
