@@ -378,7 +378,7 @@ def test_tensors_for_scalars() -> None:
     with pytest.raises(LaunchError, match="input 'alpha' is str, expected a number or tensor"):
         kernel(*others, alpha="1", beta=2.0)  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match="input 'A' is float, expected a tensor"):
-        kernel(1.0, *others[1:], alpha=1.0, beta=2.0)
+        kernel(1.0, *others[1:], alpha=1.0, beta=2.0)  # type: ignore[arg-type]
 
 
 IN_PLACE = """
