@@ -198,7 +198,7 @@ class Judgement(Record, extra="ignore"):
         gates: What each gate said, by name, in order.
         digests: Those of spec and candidate.
         finding: The first thing that was wrong; the judge's words.
-        compiled, ran, worst, refused_tiles, cells, variants: What the gates saw.
+        compiled, ran, worst, approximated, refused_tiles, cells, variants: What the gates saw.
         not_shown: Sentences: what the machine could not show.
     """
 
@@ -210,6 +210,7 @@ class Judgement(Record, extra="ignore"):
     compiled: Compiled | None = None
     ran: str | None = None
     worst: dict[str, WorstError] = Field(default_factory=dict)
+    approximated: dict[str, float] = Field(default_factory=dict)
     refused_tiles: tuple[Refused, ...] = ()
     cells: tuple[Cell, ...] = ()
     variants: tuple[Cell, ...] = ()
@@ -224,6 +225,9 @@ class Judgement(Record, extra="ignore"):
             saw["compiled"] = Compiled.of(report)
         if report := verdict.report(NumericsReport):
             saw |= {"ran": report.ran, "worst": {k: _rounded(w) for k, w in report.worst.items()}}
+            saw["approximated"] = {
+                x: float(f"{y:.1g}") for x, y in (report.approximated or {}).items()
+            }
         if report := verdict.report(PerformanceReport):
             saw["cells"] = tuple(map(Cell.model_validate, report.cells))
             saw["variants"] = tuple(map(Cell.model_validate, report.variants))

@@ -106,6 +106,8 @@ def facts(review: Review) -> Rows:
     evidence = review.kernel.evidence
     rows += [("author", f"{evidence.author}, run {evidence.run}"), ("date", evidence.date)]
     rows += [("machine", evidence.machine.versions)]
+    near = evidence.approximated.items()
+    rows += [("approximated", f"{output}, to {off:.1g} of an element") for output, off in near]
     return rows + [("not shown", sentence) for sentence in evidence.not_shown]
 
 

@@ -32,10 +32,12 @@ class TensorChecks:
     @lru_cache(maxsize=64)  # noqa: B019 (there are as many functions as kernels)
     def dtypes_for(self, element: torch.dtype) -> dict[str, torch.dtype]:
         """Find the element type of each output, by that of A."""
-        names = {o: "float32" for o, k in self.program.outputs.items() if k.element_bytes == 4}
-        names |= {o: name for o, name in self.dtypes.items() if name is not None}
+        kinds = self.program.outputs.items()
+        names: dict[str, str | None] = {o: "float32" for o, k in kinds if k.element_bytes == 4}
+        names |= self.dtypes
         return {
-            o: getattr(torch, names[o]) if o in names else element for o in self.program.outputs
+            o: getattr(torch, name) if (name := names.get(o)) else element
+            for o in self.program.outputs
         }
 
     @lru_cache(maxsize=64)  # noqa: B019

@@ -133,6 +133,14 @@ def _misdeclared(
             faces = f"{got[1]} {shown(got[0])}; expected {dtype} {shown(shape)}"
             return f"output {name!r} is {faces}, as it is declared: change one of the two"
     for name, exact in run_reference(spec, inputs, binding=binding, exact=True).items():
+        left = outputs[name].double().isinf() & exact.isfinite()
+        if left.any():
+            dtype, reach = spec.dtype_of(name, types), float(exact.double().abs()[left].max())
+            return (
+                f"output {name!r} reaches {reach:.1e} on the spec's draws, and {dtype} ends at"
+                f" {torch.finfo(outputs[name].dtype).max:.3g}; draw smaller values, declare another"
+                " type, or scale the output"
+            )
         off = (outputs[name].double() - exact.double()).abs() > _FAR * exact.double().abs()
         if (share := float(off.double().mean())) > 0.5:
             dtype, far = spec.dtype_of(name, types), f"{_FAR:.0%} away from itself in float64"

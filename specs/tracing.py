@@ -202,7 +202,8 @@ class _Seen:
         self._origins[id(tensor)] = names
 
     def _operand(self, side: torch.Tensor) -> Operand:
-        return Operand(self._origins[id(side)], tuple(side.shape), self._joined.get(id(side), ()))
+        names = self._origins.get(id(side), frozenset())  # none of a tensor made of numbers
+        return Operand(names, tuple(side.shape), self._joined.get(id(side), ()))
 
     def _take_values(self, args: Iterable[object]) -> None:
         """Let sizes that values are made of be numbers from now on."""

@@ -32,6 +32,7 @@ from coda_agent.agent.judge.records import (
 
 LIMIT = 1200
 """Characters of a failed check."""
+PROFILE = "; what its time is made of: profile"
 _MESSAGE, _LINE = 460, 170  # characters of a finding's first line, and of each that follows
 _TOLD = ("got", "expected", "fault", "seed", "at_tile", "there", "rows", "outputs")
 _COPY = ("program", "dtype", "tile")
@@ -56,7 +57,7 @@ def feedback(verdict: Verdict, check: str, number: int) -> str:
     if not failed:
         return "\n".join([*lines, *(f"  not shown: {sentence}" for sentence in verdict.not_shown)])
     rest = f"    more: read_artifact artifacts/verdict-{number}.json"
-    rest += "; what its time is made of: profile" * (failed == "performance")
+    rest += PROFILE * (failed == "performance")
     for i, (what, *more) in enumerate(faults, 1):
         block = [f"    {i}. {what}", *(f"     {line}" for line in more)]
         if len("\n".join([*lines, *block, rest])) > LIMIT:

@@ -7,6 +7,7 @@
   pipeline, which sends the verdict back.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Generator, Mapping
@@ -21,7 +22,7 @@ from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.state import CHECKS, Attempt
 from coda_agent.agent.tips import HOLDOUT, SHOWN, Tips, arms, fault_of, names_in
-from coda_agent.agent.workbench.feedback import feedback
+from coda_agent.agent.workbench.feedback import PROFILE, feedback
 from coda_agent.agent.workbench.registry import Result, Tool, ToolError, bounded
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -196,6 +197,12 @@ class Workbench:
     def _ruling(self, verdict: Verdict, check: str, number: int) -> Result:
         """A verdict as the result of a tool."""
         text = feedback(verdict, check, number)
+        if "profile" not in self.tools:
+            text = text.replace(PROFILE, "")
+        elif PROFILE in text:
+            with contextlib.suppress(CodaError):  # then the author may ask for it
+                line = self.tools["profile"].function(self).text.splitlines()[1]
+                text = text.replace(PROFILE, f"\n    its time in the slowest cell: {line}")
         if "diagnosis" in self.withheld:
             text = text.partition("\n")[0]
         if check == "submit" and verdict.passed:

@@ -232,7 +232,11 @@ def test_a_profile_is_of_the_tile_and_the_shape_that_were_timed(
     bench.state.device = "auto"
     say(bench, "write_candidate", text=RIGHT)
     assert "was not timed yet (benchmark picks tile and shape)" in fail(bench, "profile")
-    assert "; what its time is made of: profile" in call(bench, "benchmark", {}).text
+    told = call(bench, "benchmark", {}).text
+    assert told.endswith("\n    its time in the slowest cell: 0.8 said")
+    bench.tools = {x: tool for x, tool in bench.tools.items() if x != "profile"}
+    assert "profile" not in bench.told(bench.state.attempts[-1]).text
+    bench.tools = dict(TOOLS)
     assert say(bench, "profile") == f"gemm_swiglu, bfloat16 16x32 at {slow.tile}\n0.8 said"
     say(bench, "write_candidate", text=RIGHT + "\n")
     assert "was not timed yet" in fail(bench, "profile")

@@ -9,6 +9,7 @@ import torch
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs import Spec, admit, draw_inputs, load_spec, reference_callable, run_reference
 from tests.meanings import EXPECTED, wide
+from tests.written import spec as written
 
 SPECS = Path(load_spec.__code__.co_filename).parent
 NAMES = (
@@ -351,6 +352,16 @@ def test_degenerate_specs_are_refused(body: str, message: str) -> None:
         admit(toy(body))
     said = str(caught.value)
     assert said.startswith("toy.md: toy: ") and message in said and "\n" not in said
+
+
+def test_an_output_beyond_its_type_is_refused_by_either_type() -> None:
+    """A second type's overflow was the first program's fault."""
+    large = written("return {'O': (4 * (A @ B.T).float()).exp().to(A.dtype)}", {})
+    with pytest.raises(
+        SpecError, match=r"'O' reaches [\d.]+e\+\d+ on .*, and float16 ends at 6.55e\+04"
+    ):
+        admit(large)
+    admit(written("return {'O': (A @ B.T).float().exp().to(A.dtype)}", {}))
 
 
 def test_a_spec_with_a_primitives_name_is_refused() -> None:
