@@ -25,11 +25,11 @@ _LADDER = 10, 16, 24, 32, 48, 64, 96, 112
 # Draws in which each input has a scale of its own. They show faults that need one large and another
 # small.
 _MIXES = 8
-# Its square overflows in float32.
-_LARGE = 2.0**66
+# The square of the first overflows in float32, and that of the other does not.
+_LARGE = 2.0**66, 2.0**40
 # Beside products of some -1. What a maximum begins with, other than minus infinity, is above those
-# of the last.
-_NEGATIVE = 64.0, 2.0**16
+# of the last: -1e30 is, too.
+_NEGATIVE = 64.0, 2.0**16, 2.0**112
 # The share of inputs that have one sign in such a draw.
 _ALIKE = 0.5
 # The same within one input, and the binary exponents of its scales.
@@ -161,7 +161,7 @@ def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
     factors = [64.0, 1 / 64]
     factors += [-1.0, -64.0, 0.0] if domain is None else []
     # An epsilon or a floor shows where a value is about as small.
-    factors += [_LARGE, *(2.0**-k for k in _LADDER)] if x == spec.gemm[0] else []
+    factors += [*_LARGE, *(2.0**-k for k in _LADDER)] if x == spec.gemm[0] else []
     # A single number has no spread of exponents, so these stand for it.
     scalar = not spec.inputs[x].shape.cases.get("", (1,))
     factors += [2.0**20, 2.0**-20] if scalar else []

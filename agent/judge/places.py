@@ -4,13 +4,15 @@ A program can be right at the shapes that are checked and wrong further out: it 
 does not and the reference has a slice there. So it is evaluated around each whole number of both,
 and as far out as the bench shapes reach: in tall and in wide outputs. Where the reference is the
 same function at every place, what the program makes of places alone is evaluated at all of them,
-and its places are moved to one of each kind. That meets a single tile.
+and its places are moved to one of each kind. That meets a single tile. Where it is the same along
+the diagonal, as a window of attention is, places are moved along that.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -24,10 +26,11 @@ from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, draw_inputs, run_reference
 from coda_agent.specs.defaults import up
+from coda_agent.specs.format import Draw
 
 _OPS = "row_index", "column_index"
 _ELEMENTS = 2**22  # of a tall or wide output
-_FEW = 32  # rows or columns of the longest ones: B is as long
+_FEW = 8  # rows or columns of the longest ones: B is as long
 _ROLLED = 256  # columns, a multiple of every group and pair
 _STEP = 128  # places are moved by a multiple of it, for the same reason
 _FARTHEST = 2**23  # float32 still tells neighbours apart
@@ -58,11 +61,16 @@ def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Ite
         return
     numbers = sorted({*constants(graph), *own})
     yield from _long_shapes(spec, program, numbers)
-    if asks and len(spec.dims) == 3 and uniform(spec, binding):
+    if not asks or len(spec.dims) != 3:
+        return
+    corners = set[tuple[int, int]]()
+    if uniform(spec, binding):
         corners = {(_down(r, _STEP), _down(c, _ROLLED)) for r, c in witnesses(graph)}
-        for row, column in sorted(corners - {(0, 0)}):
-            label = f"from row {row} and column {column} on"
-            yield Case(label, _uniform_shape(spec), moved(program, row, column))
+    elif uniform(spec, binding, diagonally=True):
+        corners = {(_down(x, _ROLLED),) * 2 for x in numbers}
+    for row, column in sorted(corners - {(0, 0)}):
+        label = f"from row {row} and column {column} on"
+        yield Case(label, _uniform_shape(spec), moved(program, row, column))
 
 
 def _asks(graph: Graph) -> bool:
@@ -185,8 +193,8 @@ def moved(program: Program, row: int, column: int) -> Program:
     return dataclasses.replace(program, graph=Graph(nodes, outputs))
 
 
-def uniform(spec: Spec, binding: Mapping[str, str]) -> bool:
-    """Whether the reference is the same function in every place.
+def uniform(spec: Spec, binding: Mapping[str, str], *, diagonally: bool = False) -> bool:
+    """Whether the reference is the same function in every place, or along the diagonal.
 
     One that has a number beyond the shape may go by places there.
     """
@@ -196,25 +204,37 @@ def uniform(spec: Spec, binding: Mapping[str, str]) -> bool:
         return False
     inputs = draw_inputs(spec, sizes, types, seed=1, binding=binding)
     truth = run_reference(spec, inputs, binding=binding, exact=True)
-    for dim, shift in ((m, sizes[m] // 2), (n, _ROLLED)):
-        part = Fraction(shift, sizes[dim])
-        rolled = _rolled(spec, binding, inputs, dim, part)
+    ways = [{m: sizes[m] // 2}, {n: _ROLLED}]
+    if diagonally:
+        if sizes[m] <= _ROLLED or any(x.ndim != 2 for x in truth.values()):
+            return False
+        ways = [{m: _ROLLED, n: _ROLLED}]
+    for shifts in ways:
+        parts = {dim: Fraction(shift, sizes[dim]) for dim, shift in shifts.items()}
+        rolled = _rolled(spec, binding, inputs, parts)
         again = run_reference(spec, rolled, binding=binding, exact=True)
-        for o, due in _rolled(spec, binding, truth, dim, part).items():
+        for o, due in _rolled(spec, binding, truth, parts).items():
             same = (again[o] - due).abs() <= 1e-9 * due.abs() + 1e-290
-            if not bool((same | ~due.isfinite()).all()):
+            same |= ~due.isfinite()
+            # What goes around meets others than it met.
+            first = [int(part * x) for part, x in zip(parts.values(), due.shape, strict=False)]
+            if not bool((same[first[0] :, first[1] :] if diagonally else same).all()):
                 return False
     return True
 
 
 def _rolled(
-    spec: Spec, binding: Mapping[str, str], values: Mapping[str, Any], dim: str, part: Fraction
+    spec: Spec, binding: Mapping[str, str], values: Mapping[str, Any], parts: Mapping[str, Fraction]
 ) -> dict[str, Any]:
-    """Roll axes that are over a dim by the same part."""
-    rolled = dict(values)
-    for name, value in values.items():
-        shape = {**spec.inputs, **spec.outputs}[name].shape
+    """Roll axes that are over a dim by its part; what names a column goes with them."""
+    rolled, (_, n, _) = dict(values), spec.gemm_dims
+    for (dim, part), (name, value) in itertools.product(parts.items(), values.items()):
+        tensor = {**spec.inputs, **spec.outputs}[name]
+        shape = tensor.shape
         extents = shape.cases[binding.get(shape.parameter, "")]
+        if dim == n and getattr(tensor, "draw", None) == Draw("integers", (0, n)):
+            columns = values[spec.gemm[1]].shape[0]
+            rolled[name] = (rolled[name] + int(part * columns)) % columns
         for axis, entry in enumerate(extents if getattr(value, "ndim", 0) else ()):
             if dim in re.findall(r"[A-Za-z_]\w*", str(entry)):
                 rolled[name] = rolled[name].roll(int(part * value.shape[axis]), axis)
@@ -224,7 +244,7 @@ def _rolled(
 def _uniform_shape(spec: Spec) -> dict[str, int]:
     """Give the base shape enough rows and columns to roll, and to hold a place."""
     base = dict(base_shape(spec))
-    for dim, least in zip(spec.gemm_dims, (_STEP, 2 * _ROLLED), strict=False):
+    for dim, least in zip(spec.gemm_dims, (_STEP + _ROLLED, 2 * _ROLLED), strict=False):
         if spec.dims[dim].only is None:
             base[dim] = up(max(least, base[dim]), spec.dims[dim].multiple_of)
     return base

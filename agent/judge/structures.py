@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     Change = Callable[[Inputs, Spec, torch.Generator, float], Inputs]
 
 
+# What masks leave: most groups of columns have no element, or one.
+_LEFT = 1 / 64
+_ROWS = 8
+
+
 @dataclass(frozen=True)
 class Structure:
     """How a case departs from the spec's own draws.
@@ -110,6 +115,10 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
         for what in (math.nan, math.inf):
             label = f"{'Inf' if math.isinf(what) else 'NaN'} in the operands"
             found.append(Structure(label, _plant_operands, base, (what,), planted=True))
+        label = "NaN beside zeros"
+        found.append(Structure(label, _beside_zeros, base, (math.nan,), planted=True))
+        label = "-Inf in most of the operands"
+        found.append(Structure(label, _masked, base, (-math.inf,), planted=True))
     # A transposed operand is compiled for on a GPU, so only once.
     layout = "transposed" if wide and binding == spec.bindings()[0] else "padded"
     found.append(Structure(f"{layout} operands", _as_drawn, base, layout=layout))
@@ -180,9 +189,11 @@ def _with(
     return changed.to(x.dtype)
 
 
-def _plant(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+def _plant(
+    inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float, count: int = 1
+) -> Inputs:
     a = inputs[name := spec.gemm[0]]
-    rows, columns = (_pick(extent, generator) for extent in a.shape)
+    rows, columns = _pick(a.shape[0], generator, count), _pick(a.shape[1], generator)
     return {name: _with(a, rows, columns, factor)}
 
 
@@ -200,6 +211,35 @@ def _plant_operands(
                 at = _pick(flat.shape[1], generator)
                 flat = _with(flat, at * 0, at, sign * factor)
             changed[name] = flat.reshape(value.shape)
+    return changed
+
+
+def _beside_zeros(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    """Plant NaN in A and the rest, and zeros in every other place of the rest that may have some."""
+    changed = _plant(inputs, spec, generator, factor, _ROWS)  # half meet a zero
+    for name, value in inputs.items():
+        tensor = spec.inputs[name]
+        low, high = tensor.domain or (-math.inf, math.inf)
+        if name in spec.gemm or tensor.dtype.startswith("int") or not low <= 0.0 <= high:
+            continue
+        if not _plain(spec, name):
+            changed[name] = 0.0
+        elif tensor.domain != (0.0, math.inf):  # that is positive
+            drawn = torch.rand(value.shape, generator=generator, device=value.device)
+            zeros = value.double().masked_fill(drawn < 0.5, 0.0)
+            changed[name] = zeros.to(value.dtype)
+    return changed | _plant_operands({**inputs, **changed}, spec, generator, factor)
+
+
+def _masked(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    """Leave one element of 64 of what masks may be in tensors beside A and B."""
+    changed: Inputs = {}
+    for name, value in inputs.items():
+        if name in spec.gemm or not _plain(spec, name) or spec.inputs[name].domain is not None:
+            continue
+        if value.element_size() > 1:
+            drawn = torch.rand(value.shape, generator=generator, device=value.device)
+            changed[name] = value.masked_fill(drawn > _LEFT, factor)
     return changed
 
 

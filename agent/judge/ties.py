@@ -69,23 +69,40 @@ def tie_draws(variant: Variant, seed: int) -> Iterator[Draw]:
 
 
 def compared_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Draw usual inputs with numbers that the program compares with constants, all at once."""
-    spec, nodes = variant.spec, variant.program.graph.nodes
-    found: dict[str, set[float]] = {}
+    """Draw usual inputs with numbers that the program compares with constants, all at once.
+
+    Numbers between two such constants are drawn, too. Of a tensor every other element is one.
+    """
+    spec, found = variant.spec, _compared(variant)
+    if not found:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    numbers = {x: values for x, values in found.items() if not spec.symbolic_shape(x)}
+    for values in itertools.islice(itertools.product(*numbers.values()), _DRAWS**2):
+        inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
+        inputs |= dict(zip(numbers, values, strict=True))
+        for x in found.keys() - numbers:
+            pool, drawn = torch.tensor(found[x], dtype=torch.float64), inputs[x]
+            some = pool[torch.randint(len(pool), drawn.shape, generator=generator)]
+            inputs[x] = some.where(torch.rand(drawn.shape, generator=generator) < 0.5, drawn)
+        yield "numbers that the program compares", inputs
+
+
+def _compared(variant: Variant) -> dict[str, list[float]]:
+    """Find constants with which operands are compared, and numbers between them."""
+    nodes, found = variant.program.graph.nodes, dict[str, set[float]]()
     for node in nodes:
         if node.op in COMPARISONS and len(node.args) == 2:
             pair = sorted((nodes[a] for a in node.args), key=lambda n: n.op)
-            if [n.op for n in pair] == ["const", "operand"] and pair[1].shape is Shape.SCALAR:
-                low, high = spec.inputs[pair[1].name].domain or (-math.inf, math.inf)
+            if [n.op for n in pair] == ["const", "operand"] and pair[1].shape is not Shape.INDEX:
+                low, high = variant.spec.inputs[pair[1].name].domain or (-math.inf, math.inf)
                 if low <= pair[0].value <= high:
                     found.setdefault(pair[1].name, set()).add(pair[0].value)
-    for values in itertools.islice(itertools.product(*map(sorted, found.values())), _DRAWS**2):
-        if values:
-            inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
-            yield (
-                "numbers that the program compares",
-                inputs | dict(zip(found, values, strict=True)),
-            )
+    between = {
+        x: {(a + b) / 2 for a, b in itertools.pairwise(sorted(values))}
+        for x, values in found.items()
+    }
+    return {x: sorted(values | between[x]) for x, values in sorted(found.items())}
 
 
 def _drawn(
