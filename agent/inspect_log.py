@@ -46,11 +46,10 @@ def document(name: str, events: list[e.Event]) -> JsonObject:
     for event in events:
         told.apply(event)
     spec, start, end = str(state.spec), events[0].time, events[-1].time
-    model = next((x.model for x in events if isinstance(x, e.Responded)), str(state.author))
+    model = ",".join(told.usage) or str(state.author)
     stopped = state.failure is not None and state.error == "interrupted"
     ended = "success" if state.finished else "started"
     status = "cancelled" if stopped else "error" if state.failure else ended
-    used = {model: told.usage} if state.steps else {}
     fault = {"message": str(state.error), "traceback": "", "traceback_ansi": ""}
     failed = {"error": fault} if status == "error" else {}
     passed = state.outcome == "passed"
@@ -63,7 +62,7 @@ def document(name: str, events: list[e.Event]) -> JsonObject:
         "id": spec, "epoch": 1, "input": prompt[:2] or spec, "target": "accepted",
         "messages": told.messages, "events": told.events, "metadata": state.record(),
         "scores": {"judge": _score(passed, state.candidate, told.finding)},
-        "output": told.output, "model_usage": used, "started_at": start, "completed_at": end,
+        "output": told.output, "model_usage": told.usage, "started_at": start, "completed_at": end,
         "total_time": state.spent.wall_s, **failed,
     }  # fmt: skip
     return {
@@ -74,7 +73,7 @@ def document(name: str, events: list[e.Event]) -> JsonObject:
             "model": model, "solver": state.author, "config": {}, "metadata": {"run": name},
         },
         "results": {"total_samples": 1, "completed_samples": 1, "scores": [score]},
-        "stats": {"started_at": start, "completed_at": end, "model_usage": used},
+        "stats": {"started_at": start, "completed_at": end, "model_usage": told.usage},
         "samples": [sample],
     }  # fmt: skip
 
@@ -85,7 +84,7 @@ class _Told:
     def __init__(self, start: str) -> None:
         self.messages: list[Message] = []
         self.events: list[JsonObject] = []
-        self.usage: JsonObject = {}
+        self.usage: dict[str, JsonObject] = {}
         self.output: JsonObject = {}
         self.finding = self._candidate = ""
         self._start = datetime.fromisoformat(start)
@@ -142,9 +141,9 @@ class _Told:
     def _responded(self, event: e.Responded) -> None:
         about = _of_model(event)
         self._names |= {call["id"]: call["function"] for call in about["tool_calls"]}
-        used = _usage(event)
+        used, sums = _usage(event), self.usage.setdefault(event.model, {})
         for key, value in used.items():
-            self.usage[key] = self.usage.get(key, 0) + value
+            sums[key] = sums.get(key, 0) + value
         stop = _STOPS.get(event.stop_reason, "unknown")
         self.output = {
             "model": event.model, "choices": [{"message": about, "stop_reason": stop}],

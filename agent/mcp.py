@@ -5,7 +5,7 @@
   name in CODA_AGENT_AUTHOR. It belongs to workspace, spec and author: the next connection goes on
   with it. A run that is over, or whose spec is another by now, is followed by a new one at the next
   `read_spec`.
-- `list_specs` and `new_spec` are about no run.
+- `list_specs` and `new_spec` are about no run. What `new_spec` drafts is the spec of the next call.
 - Calls are done one after the other, by a warm process (`calls.py`): one that the client cancels is
   killed with all that it started, and the next is answered meanwhile.
 - A fault of ours ends its run and leaves the others open.
@@ -40,10 +40,7 @@ from coda_agent.specs.source import extracted
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
 
-_SPEC = {
-    "type": "string",
-    "description": "Name of the spec this is about, or a path to one; else that of the last call.",
-}
+_SPEC = "A spec's name or path; else that of the last call. Other tools take it, too."
 _WRITE = (
     "Write a kernel for the spec {spec} with coda-agent's tools: read_spec; compose, which may "
     "write all of it or leave holes; write_candidate or edit_candidate; check at level interpret "
@@ -76,8 +73,10 @@ class Connection:
         """Do one tool call: its result, and the run it belongs to."""
         if door := DOORS.get(name):
             reply = answered(lambda: Reply(door.function(self.workspace, **door.parsed(given))))
-            if isinstance(reply.document, Result):
-                return reply.document, ""
+            if isinstance(result := reply.document, Result):
+                if made := result.data.get("spec"):
+                    self._last = self.workspace.resolve_spec(made)
+                return result, ""
             return Result(ok=False, text=reply.text.removeprefix("error: ")), ""
         try:
             path = self._spec(given.pop("spec", None))
@@ -136,7 +135,7 @@ class Connection:
 
 @tool(reads=True)
 def list_specs(workspace: Workspace, word: Annotated[str, told("Part of a name.")] = "") -> Result:
-    """The names of the specs that there are, and which have a kernel."""
+    """The specs, and which have a kernel."""
     done = {kernel.name for kernel in workspace.kernels()}
     names = sorted(workspace.spec_names())
     found = [f"{x}{' (has a kernel)' * (x in done)}" for x in names if word.lower() in x]
@@ -153,7 +152,7 @@ def new_spec(
     ],
     name: Annotated[str, told("Of the spec; else the function's.")] = "",
 ) -> Result:
-    """Drafts a spec from a PyTorch function, which is run in a sandbox only."""
+    """Drafts a spec from a PyTorch function, in a sandbox; the next call is about it."""
     source = extracted(function, "function")
     path = references.new_spec(workspace.specs, source, shapes, name or None)
     said = f"{path.stem}: drafted, {path}\n\n{path.read_text('utf-8')}"
@@ -226,14 +225,18 @@ def server(connection: Connection) -> "Server[Any]":
 
 
 def described(name: str) -> JsonObject:
-    """Describe a tool as MCP lists it, the spec another field."""
+    """Describe a tool as MCP lists it, the spec another field.
+
+    A model reads the whole list before it begins, so what each tool would repeat is said once.
+    """
     known = DOORS.get(name) or TOOLS[name]
-    schema, closing = known.schema(), name in ("submit", "give_up")
+    schema = known.schema()
+    del schema["additionalProperties"]  # what is misspelt is refused, with its name
     if name in TOOLS:
-        schema["properties"] = {"spec": _SPEC, **schema["properties"]}
-    output = Result.model_json_schema()
-    output["properties"]["run"] = {"type": "string"}
-    hints = {"read_only_hint": known.reads, "destructive_hint": closing, "open_world_hint": False}
+        spec = {"type": "string"} | ({"description": _SPEC} if name == "read_spec" else {})
+        schema["properties"] = {"spec": spec, **schema["properties"]}
+    output, closing = {"type": "object"}, name in ("submit", "give_up")
+    hints = {"read_only_hint": True} if known.reads else {"destructive_hint": closing}
     about = {"description": known.description, "input_schema": schema, "output_schema": output}
     return {"name": name, "annotations": hints, **about}
 

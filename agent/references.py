@@ -42,10 +42,10 @@ def new_spec(
     # A program that a primitive is called like could not import it.
     called = name or ("gemm_" * (source.name in primitives.__all__) + source.name)
     if not called.isidentifier() or "__" in called:
-        hint = "--name gives another"
+        hint = "give another name"
         raise CodaError(f"{called!r} is no name of a spec: letters, digits and _", hint=hint)
     if called in primitives.__all__:
-        raise CodaError(f"{called!r} is a primitive's name", hint=f"such as --name gemm_{called}")
+        raise CodaError(f"{called!r} is a primitive's name", hint=f"name it gemm_{called}")
     path = folder / f"{called}.md"
     check_free(path, force=force)
     write_whole(path, drafted(source, examples_of(source, shapes), called))
@@ -55,11 +55,11 @@ def new_spec(
 def check_free(path: Path, *, force: bool) -> None:
     """Raise WorkspaceError where a file may not be overwritten."""
     if path.exists() and not force:
-        raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
+        raise WorkspaceError(f"{path} is there already", hint="give another name, or overwrite it")
 
 
 def examples_of(source: Source, given: Sequence[str]) -> dict[str, Example]:
-    """Make an example for each argument, of --shape or its annotation.
+    """Make an example for each argument, of its shape or annotation.
 
     Raises:
         CodaError: an option or an argument that there is no example of.
@@ -75,7 +75,7 @@ def examples_of(source: Source, given: Sequence[str]) -> dict[str, Example]:
             hint = f"expected NAME=SIZES, such as x=4096,4096 or t=4096:int64; types are {types}"
             if dtype in _CAST:
                 hint = f"no kernel reads {dtype}: give {name} in another type, {_CAST[dtype]}"
-            raise CodaError(f"--shape {option!r} is no example", hint=hint)
+            raise CodaError(f"shape {option!r} is no example", hint=hint)
         if name not in known:
             raise CodaError(
                 f"{source.name} has no argument {name!r}", hint=near_matches(name, known)
@@ -85,7 +85,7 @@ def examples_of(source: Source, given: Sequence[str]) -> dict[str, Example]:
         if argument.name in shapes or argument.default:
             continue
         if argument.axes is None:
-            hint = f"give --shape {argument.name}=SIZES, or a default"
+            hint = f"give its shape, {argument.name}=SIZES, or a default"
             message = f"{source.where}:{argument.line}: nothing says what {argument.name} is"
             raise CodaError(message, hint=hint)
         shapes[argument.name] = Example(argument.axes, argument.dtype or "T")

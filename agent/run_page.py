@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 
 from coda_agent.agent import events as e
-from coda_agent.agent.budget import cached, tokens
+from coda_agent.agent.budget import tokens
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.pages import Diff, Fold, Section
 from coda_agent.agent.plain import dollars
@@ -20,6 +20,7 @@ def sections(events: Iterable[e.Event]) -> Iterator[Section]:
     state = RunState.of(events)
     yield "What came of it", [*_end(state)]
     candidate, turn, asked = "", 0, JsonObject()
+    told = {x.facts.get("attempt") for x in events if isinstance(x, e.ToolFinished)}
     for event in events:
         match event:
             case e.Prompted():
@@ -35,6 +36,9 @@ def sections(events: Iterable[e.Event]) -> Iterator[Section]:
                 candidate = event.text
             case e.ToolFinished():
                 yield from _call(event, asked.pop(event.id, None))
+            case e.Judged(number=number, judgement=judged):
+                if judged.finding and number not in told:  # else the call's result says it
+                    yield f"Verdict, {event.check}", judged.finding
             case _:
                 if said := _said(event):
                     yield said
@@ -69,7 +73,8 @@ def _turn(number: int, event: e.Responded) -> str:
     usage = event.usage
     out = usage.get("output_tokens") or 0
     read = tokens({**usage, "iterations": None}) - out
-    share = f", {cached(usage) / read:.0%} by the cache" if read else ""
+    cached = usage.get("cache_read_input_tokens") or 0
+    share = f", {cached / read:.0%} by the cache" if read else ""
     said = f"Turn {number}: {event.model}, {read} tokens read{share}, {out} written"
     return f"{said}, {event.seconds:.0f} s, {dollars(event.usd)}, {event.stop_reason}"
 
@@ -94,8 +99,6 @@ def _said(event: e.Event) -> Section | None:
             return "A call failed", event.error
         case e.LimitReached(reason=reason) | e.GaveUp(reason=reason):
             return {"limit": "A limit", "gave.up": "Given up"}[event.type], reason
-        case e.Judged() if event.check not in _JUDGED and event.judgement.finding:
-            return f"Verdict, {event.check}", event.judgement.finding
         case e.AuthorStarted():
             return "The author", event.author
         case e.RunFailed():

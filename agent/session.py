@@ -60,13 +60,13 @@ def perform(workspace: Workspace, call: Call, observer: Observer) -> Reply:
         result = pipeline.drive(bench, bench.call(call.tool, call.given))
         if bench.state.over and not (over and bench.state.finished):
             bench.finish()
-    if run is None:
-        result.text += _other_runs(workspace, bench.run)
+    others = _other_runs(workspace, bench.run) if run is None else ""
     code = REFUSED if result.failed else 0
     if not result.ok:
         code = (MachineError if result.data.get("lacks") else CodaError).exit_code
     document = {"run": bench.run.id, "opened": run is None, **result.model_dump(mode="json")}
-    return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code, err=not result.ok)
+    text = f"{result.text}{others}\n\nrun {bench.run.id}"
+    return Reply(document, text, code, err=not result.ok)
 
 
 def end(workspace: Workspace, run: Run, reason: str) -> None:
@@ -82,7 +82,7 @@ def end(workspace: Workspace, run: Run, reason: str) -> None:
 
 
 def _other_runs(workspace: Workspace, run: Run) -> str:
-    """Name the open runs beside one that was opened."""
+    """Name the open runs beside one that was opened, for a shell."""
     others = (other for other in past.open_ones(workspace) if other.id != run.id)
     names = [other.id for other in others if not past.state(other).finished]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -4,10 +4,11 @@
   removal of a tip. Counts are a fold over it, so merging two histories is joining their lines.
 - A run may hold a tip back (`holdout`): then its outcome counts in the other arm, and the
   difference between the arms is what the tip is worth.
-- A tip is kept under what went wrong: gate and fault of the attempt that failed, what its program
-  uses. It is shown when that goes wrong again.
-- A tip that contains a solution is refused: it would measure copying. So is one that reads like an
-  instruction to whoever is shown it.
+- A tip is kept under the gate and the fault of the attempt that failed. It is shown at that fault
+  alone; the primitives and kinds that both programs use decide which comes first. One that a person
+  wrote has words instead, of which the program has to have two.
+- A tip that contains a solution is refused: it would measure copying. So is one that tells whoever
+  is shown it how to go about checks, files, its budget or its end.
 """
 
 import fcntl
@@ -38,10 +39,24 @@ HOLDOUT = 0.2
 """Share of the tips that a run is not shown, so that their worth is measured."""
 PRUNE_AFTER = 8
 """How many runs must have been shown a tip before it may be pruned for its worth."""
-_INSTRUCTION = (
-    r"(?i)\b(system|assistant|user)\s*:|\b(ignore|disregard|instructions?|prompt|budget|you must)\b"
-    r"|\b(submit|give_up|log_tip|search_tips|write_candidate|edit_candidate)\b"
+_ORDER = (  # where a sentence, a clause or a line begins
+    r"(?:^|[.!?:;,(\"\n]|-\s|\b(?:then|please|just|now)\b)\s*(?:(?:do\s+not|don't|never|always)\s+)?"
 )
+_CONDUCT = re.compile(
+    "|".join((
+        r"\b(?:system|assistant|user|human)\s*:|\byou\s+(?:must|should|have\s+to|need\s+to)\b",
+        r"(?<!register\s)(?<!memory\s)\b(?:budget|allowance)\b",
+        r"(?:^|\s)(?:~|\.{1,2})?/\w|\b(?:sudo|bash|curl|wget|ssh)\b|\brm\s+-|&&",
+        r"\b(?:give_up|log_tip|search_tips|write_candidate|edit_candidate)\b",
+        rf"{_ORDER}(?:ignore|disregard|(?:call\s+)?submit|hand\s+in|give\s+up|answer|reply)\b",
+        rf"{_ORDER}(?:stop|quit|finish)(?:\s+(?:now|here|early))?\s*(?:[.!,;]|$)",
+        rf"{_ORDER}(?:skip|read|open|write|paste|copy|print|send|give|raise|spend|run|edit|delete)"
+        r"(?:\s+[\w']+){0,3}\s+(?:check\w*|tests?|judge|files?|answer|tokens|prompt|instructions)\b",
+    )),
+    re.IGNORECASE,
+)  # fmt: skip
+"""What is about an author's conduct: its checks, judge, files, budget, answer and end. Orders about
+a kernel, as "take the maximum off first", are what tips are for."""
 _MEND = "take the line out, or restore the file by git"
 _SHARED_TOKENS = 9
 """This many tokens in a row shared with a program are a copy; shorter runs occur in prose."""
@@ -235,16 +250,17 @@ def scan(text: str, programs: Iterable[str]) -> None:
     """Refuse a tip that gives a solution away.
 
     Raises:
-        CodaError: it is code, or repeats a program; names the passage.
+        CodaError: it is code, repeats a program, or says how to work; names the passage.
     """
     if len(text) > MAX_CHARACTERS:
         raise CodaError(f"a tip has at most {MAX_CHARACTERS} characters, this one {len(text)}")
     if match := re.search(r"@epilogue|\bdef \w+\(|return \{|import |```|\n\s*\w+ = ", text):
         hint = "say what to look out for, in a sentence"
         raise CodaError(f"a tip holds no code, this one has {match[0].strip()!r}", hint=hint)
-    if match := re.search(_INSTRUCTION, text):
-        hint = "say what went wrong and why"
-        raise CodaError(f"a tip instructs nobody, this one has {match[0].strip()!r}", hint=hint)
+    if match := _CONDUCT.search(text):
+        hint = "say what went wrong in the kernel and why"
+        passage = match[0].strip(' \n.,:;!?-("')
+        raise CodaError(f"a tip tells nobody how to work, this one has {passage!r}", hint=hint)
     mine = _tokens(text)
     grams = {tuple(mine[i : i + _SHARED_TOKENS]) for i in range(len(mine) - _SHARED_TOKENS + 1)}
     for program in programs:

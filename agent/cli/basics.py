@@ -111,7 +111,7 @@ def explain(
         bool, typer.Option("--verbose", "-v", help="Of a plan: rules that did not fire, too.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a plan as a page with its picture.")
+        Path | None, typer.Option(metavar="FILE", help="Write a plan as a page there, instead.")
     ] = None,
 ) -> Reply:
     """Print one stage of a program on its way to the machine, or how a function is cut."""

@@ -42,7 +42,7 @@ def replay(
 def runs(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help=f"{RUN} None lists all.")] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page of RUN, instead.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page of RUN there, instead.")
     ] = None,
     format: Annotated[
         Literal["inspect"] | None, typer.Option(help="Write RUN as a log of inspect_ai, instead.")

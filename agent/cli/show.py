@@ -1,5 +1,6 @@
 """The command that shows kernels, and what of them needs a look."""
 
+import fnmatch
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -24,27 +25,35 @@ def show(
     kernel: Annotated[
         str | None,
         typer.Argument(
-            metavar="KERNEL", help="One; none lists all.", autocompletion=completed(known_kernels)
+            metavar="KERNEL",
+            help="One; none lists all. A pattern such as 'gemm_*' lists kernels and specs.",
+            autocompletion=completed(known_kernels),
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write a page for each, or for KERNEL, there instead."),
+        typer.Option(metavar="DIR", help="Write pages there, instead: a list, and one of each."),
     ] = None,
 ) -> Reply:
     """Show a kernel and what it stands on, or list all: what needs a look on top."""
     if html:
         return _pages(kernel, html)
-    return _one(targets.accepted(kernel)) if kernel else _all()
+    if kernel is None or "*" in kernel:
+        return _all(kernel)
+    return _one(targets.accepted(kernel))
 
 
-def _all() -> Reply:
-    """List the workspace's kernels, the package's, and specs without one."""
+def _all(pattern: str | None) -> Reply:
+    """List the workspace's kernels, the package's, and by a pattern specs without one."""
     workspace = find()
     kernels = kernel_names(workspace)
+    kernels = {name: kernels[name] for name in fnmatch.filter(kernels, pattern or "*")}
     own = reviews.review(workspace, [k for k in kernels.values() if workspace.owns(k)])
     packaged = sorted((k for k in kernels.values() if not workspace.owns(k)), key=lambda k: k.name)
-    missing = sorted(set(workspace.spec_names()) - set(kernels))
+    specs = fnmatch.filter(workspace.spec_names(), pattern or "*")
+    missing = sorted(set(specs) - set(kernels))
+    if pattern and not (kernels or missing):
+        raise WorkspaceError(f"no kernel or spec has a name like {pattern!r}")
     listed: list[JsonObject] = []
     for k, look in [*((r.kernel, r.look) for r in own), *((k, None) for k in packaged)]:
         listed.append({
@@ -56,8 +65,10 @@ def _all() -> Reply:
         other = k["differing_spec"]
         note = "of the package" + f"; its spec.md differs from {other}" * bool(other)
         rows.append((k["name"], k["level"], "", note))
-    rows += [(name, "spec only", "", "") for name in missing]
-    return Reply({"kernels": listed, "specs": missing}, columns(rows))
+    if pattern:
+        rows += [(name, "spec only", "", "") for name in missing]
+    end = f"\n{len(missing)} specs have no kernel: coda-agent show '*' lists them, too"
+    return Reply({"kernels": listed, "specs": missing}, columns(rows) + end * (not pattern))
 
 
 def _one(kernel: Kernel) -> Reply:

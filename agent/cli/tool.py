@@ -110,8 +110,9 @@ def _described(name: str) -> Reply:
         raise CodaError(f"no tool named {name!r}", hint=near_matches(name, TOOLS))
     tool = TOOLS[name]
     schema = tool.schema()
+    needed = schema.get("required", ())
     rows = [
-        (f"  {key}", _values(field), field.get("description", ""))
+        (f"  {key}", _values(field) + ", optional" * (key not in needed), field["description"])
         for key, field in schema["properties"].items()
     ]
     said = f"{name}: {tool.description}"
@@ -124,10 +125,6 @@ def _described(name: str) -> Reply:
 
 def _values(field: JsonObject) -> str:
     """Say what a field of a schema takes, in a few words."""
-    if "anyOf" in field:
-        kinds = [_values(choice) for choice in field["anyOf"] if choice.get("type") != "null"]
-    elif "enum" in field:
-        kinds = [str(value) for value in field["enum"]]
-    else:
-        kinds = ["a,b,..." if field["type"] == "array" else field["type"]]
-    return "|".join(kinds) + ", optional" * ("default" in field)
+    if "enum" in field:
+        return "|".join(map(str, field["enum"]))
+    return "a,b,..." if field["type"] == "array" else field["type"]

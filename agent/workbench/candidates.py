@@ -26,7 +26,7 @@ Level = Annotated[
 def write_candidate(
     bench: Workbench, text: Annotated[str, told("The complete text of kernel.py.")]
 ) -> Result:
-    """Sets the candidate's whole text, which is kept, and says what is wrong at first sight."""
+    """Sets the candidate's text, and says what is wrong at first sight."""
     return _saved(bench, text)
 
 
@@ -54,7 +54,7 @@ def edit_candidate(
     old: Annotated[str, told("Text that occurs exactly once in the candidate.")],
     new: Annotated[str, told("What stands there instead.")],
 ) -> Result:
-    """Replaces one passage of the candidate, `old`, which has to occur exactly once."""
+    """Replaces one passage of the candidate."""
     count = bench.state.candidate.count(old) if old else 0
     if count != 1:
         hint = "quote a longer passage" if count else "quote it exactly as it stands"

@@ -15,8 +15,7 @@ def log_tip(
     failing: Annotated[int, told("Number of an attempt that failed for lack of it.")],
     passing: Annotated[int, told("Number of the later attempt that passed with it.")],
 ) -> Result:
-    """Keeps what an attempt taught, for later runs, which are shown it when the same goes wrong.
-    Names a failing and a passing attempt."""
+    """Keeps what an attempt taught, for later runs, which are shown it when the same goes wrong."""
     attempts = {attempt.number: attempt for attempt in bench.state.attempts}
     before, after = attempts.get(failing), attempts.get(passing)
     if not (before and not before.passed and after and after.passed and failing < passing):
@@ -46,7 +45,7 @@ def submit(bench: Workbench) -> Proposal | Result:
 def give_up(
     bench: Workbench, reason: Annotated[str, told("What stands in the way, in one sentence.")]
 ) -> Result:
-    """Ends the run without a kernel, and says what stands in the way."""
+    """Ends the run without a kernel."""
     bench.log.append(e.GaveUp(reason=reason))
     return Result(text="the run is over; the candidate is kept")
 

@@ -16,7 +16,7 @@ from coda_agent.demos import demos
 from coda_agent.primitives.catalogue import entries
 
 Name = Annotated[str, told("As the list spells it.")]
-Word = Annotated[str, told("Part of a name, of a kind or of what is said of it.")]
+Word = Annotated[str, told("Part of a name, a kind or a summary.")]
 
 
 @tool(reads=True)
@@ -43,8 +43,8 @@ def read_primitive(bench: Workbench, name: Name) -> Result:
 
 @tool(reads=True)
 def list_demos(bench: Workbench, word: Word = "") -> Result:
-    """The demonstrations: small programs that show one primitive or pattern each; or what those
-    are of that have a word, such as a primitive's name, in them."""
+    """The demonstrations, each of a primitive or pattern; or with a summary those that have a
+    word, such as a primitive's name, in them."""
     names = ", ".join(demo.name for demo in demos())
     found = demonstrations(word) if word else names
     return Result(text=found or f"no demonstration has {word!r}; there are {names}")

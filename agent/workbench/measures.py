@@ -80,8 +80,8 @@ def benchmark(bench: Workbench) -> Proposal | Result:
 
 @tool(reads=True)
 def profile(bench: Workbench) -> Result:
-    """What the candidate's time is made of, in the tile and at the shape where benchmark found it
-    slowest: the kernel beside itself without each output, operand and statistic of groups."""
+    """What the candidate's time is made of where benchmark found it slowest: the kernel beside
+    itself without each output, operand and statistic of groups."""
     from coda_agent.agent.explain import program_of
     from coda_agent.agent.workbench.attribution import attributed
 
@@ -99,8 +99,8 @@ def inspect(
         Literal["graph", "roofline", "tiles", "cute", "ptx", "sass"],
         told(
             "graph: its operations. roofline: time and traffic at the bench shapes. tiles: "
-            "registers and spills in each. cute, ptx, sass: its epilogue in the CuTe dialect, "
-            "in PTX or in SASS, for sm_90a at the default tile."
+            "registers and spills in each. cute, ptx, sass: its epilogue for sm_90a, at the "
+            "default tile."
         ),
     ],
     program: Annotated[str | None, told("One program of several.")] = None,

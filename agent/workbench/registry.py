@@ -72,12 +72,11 @@ class Tool:
             raise ToolError(f"the input of {self.name} does not fit: {said}") from None
 
     def schema(self) -> JsonObject:
-        """The JSON schema of its input, without titles."""
+        """The JSON schema of its input: types, and what each field is."""
         schema = self.input.model_json_schema()
         schema.pop("title", None)
         schema.pop("description", None)
-        for field in schema.setdefault("properties", {}).values():
-            field.pop("title", None)
+        schema["properties"] = {x: _short(y) for x, y in schema.get("properties", {}).items()}
         return schema
 
 
@@ -124,6 +123,13 @@ def _input(function: Callable[..., object]) -> type[BaseModel]:
         p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
     }
     return create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _short(field: JsonObject) -> JsonObject:
+    """Shorten a field's schema: one that is left out needs neither null nor a default."""
+    kept = {key: field[key] for key in field if key not in ("title", "default", "anyOf")}
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
+    return kept | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {})
 
 
 def bounded(text: str, limit: int = LIMIT) -> str:

@@ -89,7 +89,8 @@ def run(
 @reported()
 def leaderboard(
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page, with specs by authors, too.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page there, too, with specs by authors."),
     ] = None,
 ) -> Reply:
     """Rank authors from their trial records, and write docs/leaderboard.md."""

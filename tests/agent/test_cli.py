@@ -194,11 +194,19 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
     assert (state.outcome, state.author) == ("passed", "composer")
     assert (Path(again["run"]) / "kernel.py").read_text() == PROGRAM
 
-    assert "gemm_swiglu" in run("show")
+    said = run("show").splitlines()
+    assert [line.split()[0] for line in said[:2]] == ["kernel", "gemm_swiglu"]
     listed = run("show", "--json")
     own = [(k["name"], k["level"]) for k in listed["kernels"] if not k["packaged"]]
     assert own == [("gemm_swiglu", "proved")]
     assert "gemm_swiglu" not in listed["specs"] and "gemm_geglu" in listed["specs"]
+    assert len(said) == 2 + len(listed["kernels"])
+    assert said[-1] == (
+        f"{len(listed['specs'])} specs have no kernel: coda-agent show '*' lists them, too"
+    )
+    some = [line.split()[:2] for line in run("show", "gemm_*glu").splitlines()]
+    assert ["gemm_swiglu", "proved"] in some and ["gemm_geglu", "spec"] in some
+    assert all(name.endswith("glu") for name, _ in some[1:])
     assert run("show", "gemm_swiglu", "--json")["program"] == PROGRAM
     assert "proved" in run("show", "gemm_swiglu")
     assert "calls" in run("show", "gemm_swiglu") and "is not what its evidence was made for" in run(
@@ -312,6 +320,7 @@ def test_errors(where: workspace.Workspace, text: str, code: int, message: str) 
     ("args", "code", "message"),
     [
         (["show", "nope"], 2, "error: no kernel named 'nope'"),
+        (["show", "nope*"], 2, "error: no kernel or spec has a name like 'nope*'"),
         (["generate", "gemm_swigl"], 2, "did you mean gemm_swiglu"),
         (["check", "nope.py"], 2, "no file at nope.py"),
         (["explain", "nope"], 2, "no kernel, spec or file named 'nope'"),

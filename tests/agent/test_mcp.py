@@ -159,7 +159,7 @@ def test_each_run_ends_once_and_the_next_begins_with_read_spec(
 
     async def body(call: Callable[..., Any]) -> None:
         await call("read_spec", "gemm_swiglu")
-        await call("read_spec", "gemm_rope")
+        assert "--run" not in said(await call("read_spec", "gemm_rope"))
         await call("write_candidate", "gemm_swiglu", text=RIGHT)
         submitted = await call("submit", "gemm_swiglu")
         assert "accepted as proved" in said(submitted)
@@ -272,6 +272,10 @@ def test_from_a_function_to_a_kernel_without_a_shell(
     async def talk() -> None:
         nonlocal received
         async with Client(server(Connection(where, "cpu", commit=True))) as agent:
+            listed = await agent.list_tools()
+            received += len(listed.model_dump_json(by_alias=True, exclude_none=True))
+            assert agent.instructions and "# The language" in agent.instructions
+            received += len(agent.instructions)
 
             async def call(name: str, **given: Any) -> str:
                 nonlocal received
@@ -283,17 +287,17 @@ def test_from_a_function_to_a_kernel_without_a_shell(
 
             assert "gemm_rope" in await call("list_specs", word="rope")
             shapes = ["x=4096,4096", "w=4096,4096"]
-            wrong = await agent.call_tool("new_spec", {"function": FUNCTION, "shapes": ["x=2,2"]})
-            assert wrong.is_error and "nothing says what w is" in said(wrong)
+            early = await agent.call_tool("compose", {})
+            assert early.is_error and "no run is open" in said(early)
             assert "squared_relu: drafted" in await call(
                 "new_spec", function=FUNCTION, shapes=shapes
             )
-            assert "reference" in await call("read_spec", spec="squared_relu")
+            assert "Programs to define:\n- squared_relu" in await call("read_spec")
             assert "names and shapes fit the spec" in await call("compose")
             assert "x = relu(acc)" in await call("read_candidate")
             assert "accepted as proved" in await call("submit")
             assert "squared_relu(x, w)" in await call("use")
-            tools: dict[str, Any] = {t.name: t for t in (await agent.list_tools()).tools}
+            tools: dict[str, Any] = {t.name: t for t in listed.tools}
             reads = {x for x, tool in tools.items() if tool.annotations.read_only_hint}
             assert {"list_specs", "read_spec", "check", "evaluate"} <= reads
             assert not {"submit", "write_candidate", "new_spec", "compose"} & reads
@@ -305,6 +309,30 @@ def test_from_a_function_to_a_kernel_without_a_shell(
     anyio.run(talk)
     assert where.kernel("squared_relu").evidence.level == "proved"
     assert received < 15_000
+
+
+@pytest.mark.parametrize(
+    ("shapes", "name", "message"),
+    [
+        (["x=2,2"], "", "nothing says what w is (give its shape, w=SIZES, or a default)"),
+        (["x=2;2"], "", "shape 'x=2;2' is no example (expected NAME=SIZES"),
+        (["x=2,2", "w=2,2"], "a-b", "letters, digits and _ (give another name)"),
+        (["x=2,2", "w=2,2"], "silu", "'silu' is a primitive's name (name it gemm_silu)"),
+        (["x=2,2", "w=2,2"], "there", "is there already (give another name, or overwrite it)"),
+    ],
+)
+def test_what_new_spec_refuses_names_no_option_of_a_shell(
+    where: workspace.Workspace, shapes: list[str], name: str, message: str
+) -> None:
+    (where.specs / "there.md").touch()
+
+    async def talk() -> None:
+        async with Client(server(Connection(where, "cpu", commit=True))) as agent:
+            given = {"function": FUNCTION, "shapes": shapes, "name": name}
+            wrong = await agent.call_tool("new_spec", given)
+            assert wrong.is_error and message in said(wrong) and "--" not in said(wrong)
+
+    anyio.run(talk)
 
 
 def test_the_composers_draft_is_a_tool(where: workspace.Workspace, quick: None) -> None:

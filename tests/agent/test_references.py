@@ -52,7 +52,10 @@ def test_from_a_function_to_a_spec(where: workspace.Workspace) -> None:
         {"M": 4096, "N": 14336, "K": 4096},
     )
     again = runner.invoke(app, ["spec", "my_model:ffn_gate", *SHAPES])
-    assert again.exit_code == 2 and "is there already (--force overwrites it)" in again.output
+    assert (
+        again.exit_code == 2
+        and "is there already (give another name, or overwrite it)" in again.output
+    )
     checked = runner.invoke(app, ["check", "specs/ffn_gate.md"])
     assert checked.exit_code == 0, checked.output
     assert "ffn_gate.md: x [M, K], w [N, K], b [N] -> out [M, N]" in checked.output
@@ -79,12 +82,12 @@ def test_a_function_that_is_called_like_a_primitive(where: workspace.Workspace) 
         (["absent:f"], "", "no module 'absent' with Python source"),
         (["absent.py:f"], "", "no file at absent.py"),
         (["my_model:make.inner", *SHAPES[:4]], "", "inner is within the function make (write it"),
-        (["my_model:ffn_gate"], "", "my_model.py:6: nothing says what x is (give --shape x=SIZES"),
+        (["my_model:ffn_gate"], "", "my_model.py:6: nothing says what x is (give its shape, x=SIZES"),
         (["my_model:ffn_gate", "--shape", "y=3"], "", "ffn_gate has no argument 'y'"),
-        (["my_model:ffn_gate", "--shape", "x=3;4"], "", "--shape 'x=3;4' is no example (expected"),
+        (["my_model:ffn_gate", "--shape", "x=3;4"], "", "shape 'x=3;4' is no example (expected"),
         (["my_model:ffn_gate", "--shape", "x=3:bool"], "", "(no kernel reads bool: give x in another"),
         (["my_model:ffn_gate", *SHAPES, "--name", "a-b"], "", "'a-b' is no name of a spec"),
-        (["my_model:ffn_gate", *SHAPES, "--name", "swiglu"], "", "(such as --name gemm_swiglu)"),
+        (["my_model:ffn_gate", *SHAPES, "--name", "swiglu"], "", "(name it gemm_swiglu)"),
         (["-"], "hello world", "stdin is no Python: invalid syntax, line 1"),
         (["-"], "x = 3", "stdin defines no function"),
     ],

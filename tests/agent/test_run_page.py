@@ -9,6 +9,7 @@ import pytest
 
 from coda_agent.agent import events as e
 from coda_agent.agent import inspect_log, pages, run_page
+from coda_agent.agent.judgement import Judgement, Machine
 from coda_agent.agent.log import read_events
 from coda_agent.agent.workspace import Run
 from coda_agent.primitives.errors import WorkspaceError
@@ -62,6 +63,34 @@ def test_a_run_of_a_model_is_told_in_order(tmp_path: Path) -> None:
     assert "The <rules>.\n\nThe spec." in page.text and not {"rules", "script"} & {*page.tags}
 
 
+def test_the_share_by_the_cache_is_what_was_read_of_it() -> None:
+    written = {"input_tokens": 50, "cache_read_input_tokens": 0, "output_tokens": 5}
+    usage = {**written, "cache_creation_input_tokens": 10_000}
+    events = dated([e.RunStarted(run="r"), e.Responded(model="m", usage=usage, usd=0.0)])
+    _, (head, _), _ = run_page.sections(events)
+    assert str(head).startswith("Turn 1: m, 10050 tokens read, 0% by the cache, 5 written")
+
+
+def judged(number: int, check: str, finding: str = "O is wrong") -> e.Judged:
+    digests = dict.fromkeys(("spec", "candidate"), f"sha256:{0:064x}")
+    about = {"passed": False, "gates": {"static": {"passed": False}}, "digests": digests}
+    judgement = Judgement.model_validate({**about, "finding": finding})
+    return e.Judged(
+        number=number, check=check, judgement=judgement, machine=Machine(device="cpu"), gpu_s=0.0
+    )
+
+
+def test_a_finding_is_told_once() -> None:
+    """By the result of the call that asked for it, or, where none did, by itself."""
+    told = e.ToolFinished(name="check", text="FAILED: O is wrong", data={"attempt": 1})
+    for check, more in (("check", []), ("submit", [e.CandidateSaved(digest="d", text="x")])):
+        events = dated([e.RunStarted(run="r"), *more, judged(1, check), e.RunFinished()])
+        assert (f"Verdict, {check}", "O is wrong") in [*run_page.sections(events)]
+    events = dated([e.RunStarted(run="r"), judged(1, "static"), told, judged(2, "submit", "Other")])
+    said = [(str(head), body) for head, body in run_page.sections(events)][1:]
+    assert said == [("check, 0.0 s", "FAILED: O is wrong"), ("Verdict, submit", "Other")]
+
+
 def test_recorded_runs_are_pages(tmp_path: Path) -> None:
     logs = sorted((ROOT / "logs" / "trajectories").glob("*/events.jsonl"))
     assert len(logs) > 10
@@ -69,6 +98,7 @@ def test_recorded_runs_are_pages(tmp_path: Path) -> None:
         path = pages.write(tmp_path / "run.html", "r", [*run_page.sections(read_events(log))])
         text = "".join(Page(path.read_text("utf-8")).text)
         assert "What came of it" in text and "submit, " in text and "The end" in text
+        assert "Verdict, " not in text  # each was asked for by a call, whose result says it
 
 
 def test_a_run_of_a_model_is_a_log_of_inspect() -> None:
@@ -95,6 +125,12 @@ def test_a_run_of_a_model_is_a_log_of_inspect() -> None:
         "input_tokens_cache_read": 1800, "input_tokens_cache_write": 0,
     }  # fmt: skip
     assert sample["scores"]["judge"]["value"] == "I"
+    other = asked.model_copy(update={"model": "m-2"})
+    log = inspect_log.document("r", dated([first, *events[:3], other, *events[-2:]]))
+    assert log["eval"]["model"] == "m-1,m-2"
+    assert {m: x["total_cost"] for m, x in log["stats"]["model_usage"].items()} == {
+        "m-1": 0.25, "m-2": 0.5
+    }  # fmt: skip
     failed = e.RunFailed(error="KeyboardInterrupt", message="interrupted")
     assert inspect_log.document("r", dated([first, failed]))["status"] == "cancelled"
     failed = e.RunFailed(error="E", message="oops")

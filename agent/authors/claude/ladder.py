@@ -83,7 +83,8 @@ class Ladder(Author):
         bench.log.append(e.AuthorStarted(author=Composer.name))
         try:
             bench.log.candidate(Composer().write(bench.spec, bench.log.observer))
-        except ProgramError:
+        except ProgramError as error:
+            bench.log.append(e.GaveUp(reason=str(error)))
             return
         yield bench.submission()
 

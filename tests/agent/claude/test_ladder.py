@@ -8,10 +8,10 @@ import pytest
 from bench import SPECS, log_of, run_of
 from server import Reply, Serve, Server, call, error
 
-from coda_agent.agent import authors, pipeline
+from coda_agent.agent import authors, pipeline, run_page
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.client import Stopped
-from coda_agent.agent.events import AuthorStarted, Responded
+from coda_agent.agent.events import AuthorStarted, GaveUp, Responded
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
@@ -73,8 +73,12 @@ def test_a_stronger_model_goes_on_from_what_a_weaker_one_left(
     assert "The best that others have tried" not in haiku
     assert wrong.strip() in sonnet and "FAILED at static" in sonnet
     assert len(sent[2]["messages"]) == 1  # nothing of the other's transcript
-    writers = [event.author for event in log_of(where) if isinstance(event, AuthorStarted)]
+    events = log_of(where)
+    writers = [event.author for event in events if isinstance(event, AuthorStarted)]
     assert writers == ["ladder", "composer", f"claude:{HAIKU}", f"claude:{SONNET}"]
+    composer, haiku = (event.reason for event in events if isinstance(event, GaveUp))
+    assert "max_pool2d_with_indices" in composer and haiku == "too hard"
+    assert ("Given up", composer) in [*run_page.sections(events)]
 
 
 def test_the_last_one_to_give_up_ends_the_run(where: Workspace, served: Serve) -> None:
