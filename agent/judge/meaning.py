@@ -112,7 +112,8 @@ def _unrounded(spec: Spec, program: Program) -> Graph:
     """Leave to the store what a program rounds to the type of an output itself."""
     graph, types = program.graph, spec.default_types()
     rounded = {o: ROUNDINGS.get(spec.dtype_of(o, types)) for o in graph.outputs}
-    fixed = {o for o in rounded if spec.outputs[o].dtype not in spec.types}
+    several = {t for t, choices in spec.types.items() if len(choices) > 1}
+    fixed = {o for o in rounded if spec.outputs[o].dtype not in several}
     fixed -= {program.accumulated}  # what is added is not what is stored
     outputs = {
         o: graph.nodes[i].args[0] if o in fixed and graph.nodes[i].op == rounded[o] else i

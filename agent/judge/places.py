@@ -60,17 +60,16 @@ def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Ite
     if not asks and not own:
         return
     numbers = sorted({*constants(graph), *own})
-    yield from _long_shapes(spec, program, numbers)
-    if not asks or len(spec.dims) != 3:
-        return
     corners = set[tuple[int, int]]()
-    if uniform(spec, binding):
-        corners = {(_down(r, _STEP), _down(c, _ROLLED)) for r, c in witnesses(graph)}
-    elif uniform(spec, binding, diagonally=True):
-        corners = {(_down(x, _ROLLED),) * 2 for x in numbers}
+    if asks and len(spec.dims) == 3:
+        if uniform(spec, binding):
+            corners = {(_down(r, _STEP), _down(c, _ROLLED)) for r, c in witnesses(graph)}
+        elif uniform(spec, binding, diagonally=True):
+            corners = {(_down(x, _ROLLED),) * 2 for x in numbers}
     for row, column in sorted(corners - {(0, 0)}):
         label = f"from row {row} and column {column} on"
         yield Case(label, _uniform_shape(spec), moved(program, row, column))
+    yield from _long_shapes(spec, program, numbers)  # of what is wrong there much is diagnosed
 
 
 def _asks(graph: Graph) -> bool:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     Change = Callable[[Inputs, Spec, torch.Generator, float], Inputs]
 
 
-# What masks leave: most groups of columns have no element, or one.
-_LEFT = 1 / 64
+# Of so many masks leave one: most groups of columns have no element, or one.
+_OF = 64
 _ROWS = 8
 
 
@@ -215,7 +215,7 @@ def _plant_operands(
 
 
 def _beside_zeros(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    """Plant NaN in A and the rest, and zeros in every other place of the rest that may have some."""
+    """Plant NaN in A and the rest, and zeros in half of the rest that may have some."""
     changed = _plant(inputs, spec, generator, factor, _ROWS)  # half meet a zero
     for name, value in inputs.items():
         tensor = spec.inputs[name]
@@ -232,14 +232,15 @@ def _beside_zeros(inputs: Inputs, spec: Spec, generator: torch.Generator, factor
 
 
 def _masked(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    """Leave one element of 64 of what masks may be in tensors beside A and B."""
+    """Leave one element of 64 of tensors beside A and B that may be masks."""
     changed: Inputs = {}
     for name, value in inputs.items():
         if name in spec.gemm or not _plain(spec, name) or spec.inputs[name].domain is not None:
             continue
         if value.element_size() > 1:
-            drawn = torch.rand(value.shape, generator=generator, device=value.device)
-            changed[name] = value.masked_fill(drawn > _LEFT, factor)
+            flat = torch.arange(value.numel(), device=value.device).reshape(value.shape)
+            left = _pick(min(_OF, value.numel()), generator)
+            changed[name] = value.masked_fill(flat % _OF != left, factor)
     return changed
 
 

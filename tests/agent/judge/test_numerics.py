@@ -84,3 +84,38 @@ def test_an_approximation_may_be_off_by_as_much_more() -> None:
     nearly = "return {'O': exp(acc) * 1.0002}"
     assert "O is wrong" in said(made, "O=Tile)\ndef k(acc):", nearly)
     assert not said(made, "O=Tile)\ndef k(acc):", nearly, near={"k O": 2e-4})
+
+
+_MOST = "{shape: [M, N/32], dtype: float32}"
+
+
+def test_a_mask_shows_a_maximum_that_begins_with_a_number() -> None:
+    made = spec(
+        "z = (A @ B.T).float() + b.float(); "
+        "return {'O': z.unflatten(1, (-1, 32)).topk(2, -1).values.sum(-1)}",
+        {"b": "[N]"}, {"O": _MOST}, name="k", header=_HEADER.replace("48", "64"),
+    )  # fmt: skip
+    lines = (
+        "z = acc + b",
+        "top = group_max(z, 32)",
+        "ties = group_sum(equal(z, top), 32)",
+        "below = group_max(where(equal(z, top), {}, z), 32)",
+        "return {{'O': top + where(greater(ties, 1.0), top, below)}}",
+    )
+    heading = "O=GroupTile32)\ndef k(acc, b: RowVector):"
+    assert said(made, heading, *(x.format("log(0.0)") for x in lines)) == ""
+    assert "-Inf in most of the operands" in said(
+        made, heading, *(x.format("-3.0e38") for x in lines)
+    )
+
+
+@pytest.mark.parametrize(
+    ("product", "refused"), [("acc * w", False), ("where(equal(w, 0.0), 0.0, acc * w)", True)]
+)
+def test_nan_comes_through_a_factor_of_zero(product: str, refused: bool) -> None:
+    made = spec(
+        "return {'O': ((A @ B.T).float() * w[:, None]).to(A.dtype)}",
+        {"w": "{shape: [M], dtype: float32}"}, name="k", header=_HEADER,
+    )  # fmt: skip
+    found = said(made, "O=Tile)\ndef k(acc, w: ColVector):", f"return {{'O': {product}}}")
+    assert ("(NaN beside zeros)" in found) == refused

@@ -16,10 +16,10 @@ from tests.written import spec
 _SHAPES = "bench_shapes: [{M: 8192, N: 8192, K: 4096}]\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n"
 
 
-def spec_of(body: str, outputs: Mapping[str, str]) -> Spec:
+def spec_of(body: str, outputs: Mapping[str, str], more: Mapping[str, str] | None = None) -> Spec:
     return spec(
         f"z = (A @ B.T).float(); r = r[:, None]; {body}",
-        {"r": "{shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}}"},
+        {"r": "{shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}}", **(more or {})},
         dict(outputs),
         name="k",
         header=f"types: {{T: [bfloat16]}}\n{_SHAPES}",
@@ -30,19 +30,19 @@ def scaled() -> Spec:
     return spec_of("return {'O': (z * r).to(torch.bfloat16)}", {"O": "{shape: [M, N]}"})
 
 
-def programs(expression: str, output: str = "O=Tile") -> Any:
+def programs(expression: str, output: str = "O=Tile", more: str = "") -> Any:
     from coda_agent.primitives import __all__ as vocabulary
 
     names = ", ".join(sorted({*vocabulary} - {"Program"}))
     name = output.partition("=")[0]
     return read_programs(
         f"from coda_agent.primitives import {names}\n"
-        f"@epilogue({output})\ndef k(acc, r: ColVector):\n    return {{'{name}': {expression}}}\n"
+        f"@epilogue({output})\ndef k(acc, r: ColVector{more}):\n    return {{'{name}': {expression}}}\n"
     )
 
 
-def faults(made: Spec, expression: str, output: str = "O=Tile") -> list[str]:
-    return [f.message for f in check_meaning(made, programs(expression, output), seed=2)]
+def faults(made: Spec, expression: str, output: str = "O=Tile", more: str = "") -> list[str]:
+    return [f.message for f in check_meaning(made, programs(expression, output, more), seed=2)]
 
 
 ROW, COLUMN = "row_index(acc)", "column_index(acc)"
@@ -88,6 +88,34 @@ def test_a_distance_that_is_held_is_refused() -> None:
     assert not uniform(made, {})
     assert faults(made, f"acc + r * absolute({ROW} - {COLUMN})") == []
     assert len(faults(made, f"acc + r * minimum(absolute({ROW} - {COLUMN}), 1024.0)")) == 1
+
+
+def test_a_window_is_looked_at_along_the_diagonal() -> None:
+    """Tall and wide shapes have no element near the diagonal that is far from the origin."""
+    made = spec_of(
+        "i, j = torch.arange(z.shape[0])[:, None], torch.arange(z.shape[1]); "
+        "return {'O': (z * r * ((i - j).abs() < 64)).to(torch.bfloat16)}",
+        {"O": "{shape: [M, N]}"},
+    )
+    assert not uniform(made, {}) and uniform(made, {}, diagonally=True)
+    window = f"acc * r * greater({{}}, absolute({ROW} - {COLUMN}))"
+    assert faults(made, window.format("64.0")) == []
+    later = f"where(greater_equal({ROW}, 2048.0), 63.0, 64.0)"
+    (message,) = faults(made, window.format(later))
+    assert "from row 2048 and column 2048 on" in message
+
+
+def test_columns_of_a_spec_with_targets_are_looked_at_further_out() -> None:
+    made = spec_of(
+        "return {'s': (z * r).sum(-1), 't': z.gather(1, y[:, None].long())[:, 0]}",
+        {"s": "{shape: [M], dtype: float32}", "t": "{shape: [M], dtype: float32}"},
+        {"y": "{shape: [M], dtype: int64}"},
+    )
+    assert uniform(made, {})
+    heading, operands = "s=RowSum, t=RowGather", ", y: ColIndex"
+    assert faults(made, "acc * r, 't': gather(acc, y)", heading, operands) == []
+    held = f"where(greater_equal({COLUMN}, 200000.0), 0.0, acc * r), 't': gather(acc, y)"
+    assert len(faults(made, held, heading, operands)) == 1
 
 
 def test_places_that_change_nothing_pass() -> None:
