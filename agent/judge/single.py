@@ -45,12 +45,30 @@ _SUMMED = "gelu", "gelu_backward"
 
 
 def cancelling_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Draw inputs; one nearly cancels what the reference adds it to, or the largest of its row."""
+    """Draw inputs; one nearly cancels what the reference adds it to, or the largest of its row.
+
+    What it adds to each column cancels in all rows where these are alike.
+    """
+    spec, a = variant.spec, variant.spec.gemm[0]
+    inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
+    generator = torch.Generator().manual_seed(seed)
+    for alike in (False, True):
+        rows = inputs[a][:1].expand(inputs[a].shape) if alike else inputs[a]
+        given = held(spec, inputs | {a: _LARGE * rows})
+        for x, value in _cancelling(variant, given).items():
+            if alike and value.numel() != given[spec.gemm[1]].shape[0]:
+                continue
+            near = around({x: value}, generator, NEARLY)[x].float().double()
+            near = near.clamp(*spec.inputs[x].domain or (-math.inf, math.inf))
+            label = f"{x} nearly cancels what it is added to{' in equal rows' * alike}"
+            yield label, held(spec, given | {x: near})
+
+
+def _cancelling(variant: Variant, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Find what inputs would cancel, of those that the reference adds to something."""
     from torch.func import debug_unwrap
 
     spec, seen = variant.spec, dict[str, torch.Tensor]()
-    inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
-    inputs = held(spec, inputs | {spec.gemm[0]: _LARGE * inputs[spec.gemm[0]]})
     free = {x for x, t in spec.inputs.items() if t.draw.kind != "integers"} - {*spec.gemm}
     places = {storage(v): x for x, v in inputs.items() if x in free and floating(v)}
 
@@ -68,11 +86,7 @@ def cancelling_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[st
         return result
 
     variant.reference(inputs, touch=touch)
-    generator = torch.Generator().manual_seed(seed)
-    for x, value in seen.items():
-        near = around({x: value}, generator, NEARLY)[x].float().double()
-        near = near.clamp(*spec.inputs[x].domain or (-math.inf, math.inf))
-        yield f"{x} nearly cancels what it is added to", held(spec, inputs | {x: near})
+    return seen
 
 
 def digits_fault(

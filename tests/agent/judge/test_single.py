@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.draws import draws
+from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.single import cancelling_draws, digits_fault
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives import Tile, epilogue
+from coda_agent.primitives.reader import read_programs
 from tests.agent.judge.test_meaning import findings, program, spec_of
 from tests.written import spec
 
@@ -81,3 +83,23 @@ def test_an_input_nearly_cancels_what_the_reference_adds_it_to() -> None:
     assert label == "y nearly cancels what it is added to"
     assert float(left.max()) < 2.0**-9 and 2.0**-13 < float(left.mean()) < 2.0**-11
     assert torch.equal(inputs["y"], inputs["y"].float().double())
+
+
+def test_what_is_added_to_columns_cancels_in_all_of_their_rows() -> None:
+    made = spec(
+        "return {'s': ((A @ B.T).float() - mu).square().sum(dim=0)}",
+        {"mu": "{shape: [N], dtype: float32}"}, {"s": "{shape: [N], dtype: float32}"},
+        name="k",
+        header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n",
+    )  # fmt: skip
+    text = (
+        "from coda_agent.primitives import ColSum, RowVector, epilogue\n"
+        "@epilogue(s=ColSum)\ndef k(acc, mu: RowVector):\n    return {'s': %s}\n"
+    )
+
+    def found(expression: str) -> list[str]:
+        return [f.message for f in check_meaning(made, read_programs(text % expression), seed=4)]
+
+    assert found("(acc - mu) * (acc - mu)") == []
+    (message,) = found("acc * acc - 2.0 * mu * acc + mu * mu")
+    assert "in equal rows" in message
