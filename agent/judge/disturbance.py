@@ -23,6 +23,8 @@ from coda_agent.specs.reference import storage
 # What one operation may err, as a share of its result. `compare.allowance` takes `SAFETY` times it.
 _OPERATION = 2.0**-24  # in float32
 _APPROXIMATION = 2.0**-22  # by an approximation of the special-function unit
+# Float64's own roundings of its least numbers.
+_LEAST = 2.0**-1072
 _PRODUCT = 2.0**-25  # one product of a GEMM whose operands have 16 bits
 _PRODUCT_8 = 2.0**-16  # the same for 8 bits, of which tensor cores keep about 14 bits of a sum
 # MUFU.TANH errs by up to 2^-11 of its range, not of its result. So does what is composed of it.
@@ -162,9 +164,10 @@ class _Noise:
         unit = _APPROXIMATION if error == "result" else _OPERATION
         share = self.like(result)
         off = result * (finer * unit * share)
-        # Float32 flushes what is less to 0, where a sign jumps.
-        if finer >= 1.0 and self._grid is None:
-            off += (FLUSHED * share).where(result != 0, 0.0)
+        # Float32 flushes what is less to 0, where a sign jumps; float64 has few digits of its least.
+        if self._grid is None:
+            least = FLUSHED if finer >= 1.0 else _LEAST
+            off += (least * share).where(result != 0, 0.0)
         if name in _OF_ONE:
             off += finer * unit * share
         if error in ("range", "argument"):
