@@ -37,8 +37,7 @@ class Ladder(Author):
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        one = (options.model,) if options.model else MODELS
-        models = options.models or one
+        models = options.models
         self.rungs = [model for model in models for _ in range(options.samples)]
         for model in models:
             self._claude(model, options.budget.usd)  # whether it can be

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 from bench import SPECS, log_of, run_of
+from pydantic import TypeAdapter
 from server import Reply, Serve, Server, call, error
+from typer.testing import CliRunner
 
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.client import Stopped
+from coda_agent.agent.cli import app
 from coda_agent.agent.events import AuthorStarted, Responded
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
@@ -134,3 +137,40 @@ def test_a_ladder_of_an_unknown_model_is_refused_at_once(where: Workspace, serve
         made(where, models=("claude-sonnet-3",))
     with pytest.raises(CodaError, match="--models"):
         authors.make("ladder:x", Options(), where)
+
+
+def test_one_model_is_the_whole_ladder(
+    where: Workspace, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named by --model, or by the user's variable; models that are named go before that."""
+    served(lambda *_: None)
+    assert made(where, model=HAIKU).limits.startswith(f"the composer, then {HAIKU}: at most")
+    monkeypatch.setenv("CODA_AGENT_MODEL", SONNET)
+    alone = made(where)
+    assert alone.limits.startswith(f"the composer, then {SONNET}: at most")
+    assert made(where, models=(HAIKU,)).limits.startswith(f"the composer, then {HAIKU}: at most")
+    monkeypatch.setenv("CODA_AGENT_MODEL", HAIKU)  # a run that is resumed keeps its own
+    kept = TypeAdapter(Options).validate_python(alone.settings()["options"])
+    assert authors.make("ladder", kept, where).limits == alone.limits
+    with pytest.raises(CodaError, match="--model and --models exclude each other"):
+        made(where, model=HAIKU, models=(SONNET,))
+
+
+def test_what_only_a_ladder_takes_is_refused_by_others(
+    where: Workspace, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served(lambda *_: None)
+    monkeypatch.chdir(where.root)
+
+    def said(*args: str) -> str:
+        found = CliRunner().invoke(app, ["generate", "gemm_swiglu", "--device", "cpu", *args])
+        assert found.exit_code == 2, found.output
+        return found.stderr
+
+    assert "the author claude takes no --samples (--author ladder does" in said(
+        "--author", "claude", "--samples", "3"
+    )
+    assert "the author composer takes no --models" in said(
+        "--author", "composer", "--samples", "3", "--models", "a,b"
+    )
+    assert "the price of unheard-of is not known" in said("--models", f"{HAIKU} , unheard-of")
