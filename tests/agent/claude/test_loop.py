@@ -628,8 +628,16 @@ def test_an_unknown_model_needs_a_price() -> None:
 
     with pytest.raises(CodaError, match="--price-in and --price-out"):
         Prices("claude-next")
-    with pytest.raises(CodaError, match="use claude-sonnet-5-5, or give"):
-        Prices("claude-sonnet-4-5")
+    for name, new in {
+        "claude-sonnet-4-5": "sonnet-5-5", "claude-3-5-sonnet-20241022": "sonnet-5-5",
+        "claude-3-opus-latest": "opus-5-5", "opus": "opus-5-5", "haiku": "haiku-5-5",
+        "claude-opus-4-1-20250805": "opus-5-5",
+    }.items():  # fmt: skip
+        with pytest.raises(CodaError, match=f"use claude-{new}, or give"):
+            Prices(name)
+    for name in ("claude-mythos-5-2", "claude-opus-6"):  # newer than those in the list
+        with pytest.raises(CodaError, match=r"not known \(give --price-in"):
+            Prices(name)
     assert math.isclose(Prices("claude-next", Price.of(1, 2)).worst(10**6, 10**6), 4.0)
     assert Prices("claude-opus-5-5-20261001").tiers("claude-opus-5-5")[0].output == 20e-6
 
