@@ -1,5 +1,6 @@
 """The parameters of every call of a model, without the messages."""
 
+from coda_agent.agent.authors.claude.client import FALLBACKS
 from coda_agent.agent.authors.claude.purse import Purse
 from coda_agent.agent.judge.records import JsonObject
 
@@ -50,6 +51,11 @@ def parameters(sent: JsonObject, purse: Purse, info: JsonObject, *, elsewhere: b
         request["output_config"] = {"effort": options.effort}
     if can("context_management"):
         request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
+    allowed = info.get("allowed_fallback_models")
+    # Only the one that was named: the budget has to know the price of whoever may answer.
+    if isinstance(allowed, list) and options.fallback in allowed:
+        request["fallbacks"] = [{"model": options.fallback}]
+        request["betas"] = [*request.get("betas", ()), FALLBACKS]
     if "output_config" in request and (total := _task_budget(purse)):
         request["output_config"] = {"effort": options.effort, "task_budget": total}
         request["betas"] = [*request.get("betas", ()), TASK_BUDGETS]

@@ -282,6 +282,42 @@ def test_a_refusal_goes_to_the_fallback(where: Workspace, serve: Serve) -> None:
     assert models == [MODEL, MODEL, "claude-sonnet-5-5", MODEL, MODEL, MODEL]
 
 
+def test_a_server_that_may_asks_the_fallback_itself(where: Workspace, serve: Serve) -> None:
+    """What the declining model thought and called is neither run nor sent back."""
+    other = "claude-sonnet-5-5"
+    seam = {"type": "fallback", "from": {"model": MODEL}, "to": {"model": other},
+            "trigger": {"type": "refusal", "category": None}}  # fmt: skip
+    thinking = {"type": "thinking", "thinking": "Hm", "signature": "c2ln"}
+    declined = [thinking, text("First."), call("give_up", {"reason": "x"}, "g")]
+    served = [seam, thinking, *WRITE_WRONG.content[1:]]
+    counts = {"input_tokens": 1000, "output_tokens": 100}
+    billed = [{"type": "message", "model": MODEL, **counts},
+              {"type": "fallback_message", "model": other, **counts}]  # fmt: skip
+    first = Reply([*declined, *served], model=other, usage={"iterations": billed})
+    server = serve([first, *WHOLE[1:]])
+    info = {"type": "model", "id": MODEL, "allowed_fallback_models": ["claude-opus-5", other]}
+    server.infos = [(200, info)]
+    accepted(where, generate(where, author(Options(fallback=other))))
+    for request, headers in zip(server.requests(), server.headers, strict=True):
+        assert request["fallbacks"] == [{"model": other}] and request["model"] == MODEL
+        assert "server-side-fallback-2026-07-01" in headers["anthropic-beta"]
+        assert "fallback-credit" not in headers["anthropic-beta"]  # the SDK's own
+    assert server.requests()[1]["messages"][1]["content"] == [text("First."), *served]
+    (usd, *_) = [event.usd for event in log_of(where) if isinstance(event, Responded)]
+    assert usd is not None and math.isclose(usd, 1000 * (4e-6 + 2e-6) + 100 * (20e-6 + 10e-6))
+
+
+def test_a_fallback_that_the_server_does_not_take_is_the_sdks(
+    where: Workspace, serve: Serve
+) -> None:
+    server = serve(WHOLE)
+    info = {"type": "model", "id": MODEL, "allowed_fallback_models": ["claude-opus-5"]}
+    server.infos = [(200, info)]
+    accepted(where, generate(where, author(Options(fallback="claude-sonnet-5-5"))))
+    assert all("fallbacks" not in request for request in server.requests())
+    assert all("fallback-credit" in headers["anthropic-beta"] for headers in server.headers)
+
+
 def test_max_tokens_inside_a_tool_call_runs_nothing(where: Workspace, serve: Serve) -> None:
     """The first of two calls is complete, but the turn was cut: neither is run."""
     cut = Reply(
