@@ -90,6 +90,7 @@ class RunState:
         metered: Whether the program itself drives the author. What an agent at the tools spends on
             its model is not known here.
         reserved_usd: Dollars set aside for the call that is under way.
+        opened_usd: Dollars that were spent before the present conversation with a model.
     """
 
     run: str | None = None
@@ -121,6 +122,7 @@ class RunState:
     """The gates of the last verdict by name: `passed`, None where it was skipped, and `seconds`."""
     spent: Spent = field(default_factory=lambda: Spent(received=0))
     reserved_usd: float | None = 0.0
+    opened_usd: float = 0.0
     steps: int = 0
     """Answers of a model."""
     time: datetime | None = None
@@ -183,6 +185,7 @@ class RunState:
                     self.metered = True
                     self.spent = self.spent.model_copy(update={"usd": 0.0, "tokens": 0})
             case e.Prompted():
+                self.opened_usd = self.spent.usd or 0.0
                 self._spend(received=event.characters)
             case e.Turned():
                 self._spend(received=len(event.note))

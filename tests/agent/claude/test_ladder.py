@@ -131,6 +131,25 @@ def test_each_rung_has_its_share(where: Workspace, served: Serve) -> None:
     assert len(server.requests()) > 10
 
 
+def test_a_rung_is_told_what_it_has_itself(where: Workspace, served: Serve) -> None:
+    """The first takes a dollar of three; the second is told of the two that are left."""
+    opus, dollar = "claude-opus-5-5", {"output_tokens": 100_000}
+    give_up = call("give_up", {"reason": "too hard"}, "b")
+    script = [Reply([give_up], usage=dollar), Reply([call("list_demos", {}, "a")]),
+              Reply([{**give_up, "id": "c"}])]  # fmt: skip
+    server = served(lambda _, number: script[number])
+    climb(where, made(where, models=(SONNET, opus), budget=authors.Budget(usd=3.0)))
+    sent = server.requests()
+    first, second = sent[:2]
+    assert [body["output_config"]["task_budget"]["total"] for body in (first, second)] == [
+        150_000, 99_990,  # of the dollar and 100 tokens of prompt
+    ]  # fmt: skip
+    told = [body["messages"][0]["content"][-1]["text"] for body in (first, second)]
+    assert "$1.50, at $10 for a million tokens of answers; 1000 turns; 120 minutes" in told[0]
+    assert "$2.00, at $20 for a million tokens of answers; 999 turns; 120 minutes" in told[1]
+    assert sent[2]["messages"][-1]["content"][-1]["text"] == "[$0.00 of $2.00 spent]"
+
+
 def test_a_ladder_of_an_unknown_model_is_refused_at_once(where: Workspace, served: Serve) -> None:
     served(lambda *_: None)
     with pytest.raises(CodaError, match="use claude-sonnet-5-5"):
