@@ -37,7 +37,7 @@ class Options:
     models: tuple[str, ...] = ()
     """Those that a ladder climbs, in this order."""
     samples: int = 1
-    """Conversations that a ladder has with each model."""
+    """Conversations that a ladder has with each model but the last, or with one that is alone."""
     effort: str = "high"
     fallback: str | None = None
     """The model that is asked where the first refuses."""

@@ -39,7 +39,9 @@ Model = Annotated[
     str | None, typer.Option(help="The one model of claude or the ladder; else CODA_AGENT_MODEL.")
 ]
 Models = Annotated[str, typer.Option(help="Models that the ladder climbs, as MODEL,MODEL.")]
-Samples = Annotated[int, typer.Option(help="Conversations with each of them.", min=1)]
+Samples = Annotated[
+    int, typer.Option(help="Conversations with each of them but the last, or with one.", min=1)
+]
 Effort = Annotated[
     Literal["low", "medium", "high", "xhigh", "max"], typer.Option(help="How hard it thinks.")
 ]
