@@ -109,11 +109,18 @@ class Prices:
                 found[above] = start, Price(*(usd / 1e6 for usd in per_million), above=above)
         if 0 not in found:
             hint = "give --price-in and --price-out, in USD per million tokens"
-            family = "-".join(model.split("-")[:2])
-            if new := next((r["model"] for r in self._rows if r["model"].startswith(family)), ""):
+            if new := self._newest(model):
                 hint = f"use {new}, or {hint}"
             raise CodaError(f"the price of {model} is not known", hint=hint)
         return [found[above][1] for above in sorted(found, reverse=True)]
+
+    def _newest(self, model: str) -> str:
+        """Name the newest model of a name's family, unless the name is a newer one's."""
+        newest = {row["model"].split("-")[1]: row["model"] for row in reversed(self._rows)}
+        family = next((word for word in model.split("-") if word in newest), None)
+        if family is None or _version(model, family) > _version(newest[family], family):
+            return ""
+        return newest[family]
 
     def cost(self, usage: JsonObject) -> float:
         """Count what a usage block costs, in USD.
@@ -154,6 +161,12 @@ class Prices:
             + max(0, written - hour) * price.write_5m
             + (usage.get("output_tokens") or 0) * price.output
         )
+
+
+def _version(model: str, family: str) -> list[int]:
+    """Read the numbers after a family's name, without a date."""
+    words = model.partition(family)[2].split("-")
+    return [int(word) for word in words if word.isdigit() and len(word) < 8]
 
 
 def tokens(usage: JsonObject) -> int:

@@ -143,9 +143,12 @@ class Judged(Event, frozen=True):
 
 
 class Stored(Event, frozen=True):
-    """What became of a candidate that passed: committed, unchanged, or only passed."""
+    """What became of a candidate that passed: committed, unchanged, or only passed.
 
-    type: Literal["committed", "unchanged", "passed"]
+    `kept` says that what had become of an earlier one stands.
+    """
+
+    type: Literal["committed", "unchanged", "passed", "kept"]
     commit: str | None = None
     level: str | None = None
     """The kernel's level afterwards."""

@@ -137,9 +137,14 @@ def judge_proposal(bench: Workbench, proposal: Proposal) -> Verdict:
 def accept(bench: Workbench, proposal: Proposal, verdict: Verdict) -> None:
     """Commit a candidate that passed the full trial, where the run commits.
 
+    One that is no faster than what the run has accepted already is left.
+
     Raises:
         WorkspaceError: it could not be committed.
     """
+    if (kept := bench.state.kept) and not bench.state.attempts[-1].beats(kept):
+        bench.keep(kept)
+        return
     if not bench.state.commits:
         bench.log.append(e.Stored(type="passed", level=verdict.level))
         return

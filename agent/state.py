@@ -60,6 +60,11 @@ class Attempt(NamedTuple):
         """The first twelve digits of the candidate's digest."""
         return self.judgement.digests["candidate"].removeprefix("sha256:")[:12]
 
+    def beats(self, other: Self) -> bool:
+        """Tell whether it is faster than another, beside torch.compile."""
+        ours, theirs = (a.judgement.mean("over_compile") or 0.0 for a in (self, other))
+        return ours > theirs
+
     def record(self) -> JsonObject:
         """Write it in short, as plain data."""
         judged = self.judgement
@@ -84,12 +89,14 @@ class RunState:
         outcome: running, passed, refused, failed (by an exception), or stopped. A stopped author
             ended without a verdict, and `reason` says why.
         level: The kernel's level after the last full trial.
+        kept: The attempt that was accepted; of several, the fastest.
         failure: The exception that ended the run.
         begun: The call of a tool that has no result yet.
         writing: Whether the author is at work and has neither saved a text nor called a tool.
         metered: Whether the program itself drives the author. What an agent at the tools spends on
             its model is not known here.
         reserved_usd: Dollars set aside for the call that is under way.
+        opened_usd: Dollars that were spent before the present conversation with a model.
     """
 
     run: str | None = None
@@ -110,6 +117,7 @@ class RunState:
     gave_up: bool = False
     outcome: str = "running"
     level: str | None = None
+    kept: Attempt | None = None
     commit: str | None = None
     reason: str | None = None
     failure: e.RunFailed | None = None
@@ -121,6 +129,7 @@ class RunState:
     """The gates of the last verdict by name: `passed`, None where it was skipped, and `seconds`."""
     spent: Spent = field(default_factory=lambda: Spent(received=0))
     reserved_usd: float | None = 0.0
+    opened_usd: float = 0.0
     steps: int = 0
     """Answers of a model."""
     time: datetime | None = None
@@ -145,9 +154,9 @@ class RunState:
 
     @property
     def best(self) -> Attempt | None:
-        """The attempt that passed the most, the latest of equals."""
+        """What was accepted, else the attempt that passed the most, the latest of equals."""
         passed = [attempt for attempt in self.attempts if attempt.passed]
-        return max(reversed(passed), key=lambda a: CHECKS.index(a.check), default=None)
+        return self.kept or max(reversed(passed), key=lambda a: CHECKS.index(a.check), default=None)
 
     def record(self) -> JsonObject:
         """Say how the run stands, as plain data."""
@@ -177,12 +186,13 @@ class RunState:
                 self.admitted = event.digest
             case e.AuthorStarted():
                 self.writing, self.writer = True, event.author
-                if self.gave_up and event.author != self.author:  # another goes on
+                if self.over and event.author != self.author:  # another goes on
                     self.over, self.gave_up = None, False
                 if not self.metered:
                     self.metered = True
                     self.spent = self.spent.model_copy(update={"usd": 0.0, "tokens": 0})
             case e.Prompted():
+                self.opened_usd = self.spent.usd or 0.0
                 self._spend(received=event.characters)
             case e.Turned():
                 self._spend(received=len(event.note))
@@ -202,6 +212,9 @@ class RunState:
                 self.commit = event.commit
                 if self.kind == "generate":
                     self.over = self.level = event.level or "passed"
+                    self.gave_up, self.outcome = False, "passed"
+                    if event.type != "kept" and self.attempts:
+                        self.kept = self.attempts[-1]
             case e.GaveUp():
                 self.gave_up, self.over = True, f"gave up: {event.reason}"
             case e.Requested():

@@ -298,7 +298,7 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
     """Make the record of a trial from all events of its run."""
     state = RunState.of(events)
     submitted = [attempt for attempt in state.attempts if attempt.check == "submit"]
-    final = submitted[-1] if submitted else None
+    final = state.kept or (submitted[-1] if submitted else None)
     outcome, reason = _outcome(state, final)
     judged = final.judgement if final and outcome in (*LEVELS, "refused") else None
     gates = judged.gates if judged else {}

@@ -37,7 +37,7 @@ class Options:
     models: tuple[str, ...] = ()
     """Those that a ladder climbs, in this order."""
     samples: int = 1
-    """Conversations that a ladder has with each model."""
+    """Conversations that a ladder has with each model but the last, or with one that is alone."""
     effort: str = "high"
     fallback: str | None = None
     """The model that is asked where the first refuses."""
@@ -117,6 +117,7 @@ class Kind:
         deterministic: Whether all its trials at a spec are alike.
         aided: Whether it reads the tips, demonstrations, profiles and diagnoses that an ablation
             withholds.
+        climbs: Whether it has several models or conversations, as `Options` names them.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Kind:
     precedence = 0
     deterministic = False
     aided = False
+    climbs = False
 
     def need(self) -> Need | None:
         """What it cannot do without."""
@@ -197,6 +199,10 @@ def make(name: str, options: Options, workspace: Workspace) -> Author:
         CodaError: there is none, or it lacks what it needs.
     """
     kind, which = kind_of(name)
+    if not kind.climbs and (options.models or options.samples > 1):
+        given = "--models" if options.models else "--samples"
+        hint = "--author ladder does; --models MODEL --samples N has N conversations with one"
+        raise CodaError(f"the author {kind.name} takes no {given}", hint=hint)
     author = kind.make(which, options, workspace)
     author.gpu_limit_s = 60 * options.budget.gpu_minutes
     return author

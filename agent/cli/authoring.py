@@ -35,9 +35,13 @@ Limits = Annotated[
         "--limit", help="steps, tokens, minutes, gpu_minutes, failures or answer, as KEY=VALUE."
     ),
 ]
-Model = Annotated[str | None, typer.Option(help="Claude's model; else CODA_AGENT_MODEL.")]
+Model = Annotated[
+    str | None, typer.Option(help="The one model of claude or the ladder; else CODA_AGENT_MODEL.")
+]
 Models = Annotated[str, typer.Option(help="Models that the ladder climbs, as MODEL,MODEL.")]
-Samples = Annotated[int, typer.Option(help="Conversations with each of them.", min=1)]
+Samples = Annotated[
+    int, typer.Option(help="Conversations with each of them but the last, or with one.", min=1)
+]
 Effort = Annotated[
     Literal["low", "medium", "high", "xhigh", "max"], typer.Option(help="How hard it thinks.")
 ]
@@ -76,7 +80,7 @@ def generate(
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
     if not 0 <= tip_holdout <= 1:
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
-    climbed = tuple(filter(None, models.split(",")))
+    climbed = tuple(filter(None, map(str.strip, models.split(","))))
     options = authors.Options(
         model or "", climbed, samples, effort, fallback_model, price, budget, tip_holdout, base_url
     )

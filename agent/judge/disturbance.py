@@ -164,7 +164,7 @@ class _Noise:
         unit = _APPROXIMATION if error == "result" else _OPERATION
         share = self.like(result)
         off = result * (finer * unit * share)
-        # Float32 flushes what is less to 0, where a sign jumps; float64 has few digits of its least.
+        # Float32 flushes what is less to 0, where a sign jumps; float64's least have few digits.
         if self._grid is None:
             least = FLUSHED if finer >= 1.0 else _LEAST
             off += (least * share).where(result != 0, 0.0)

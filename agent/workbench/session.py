@@ -185,6 +185,12 @@ class Workbench:
             (self.run.folder / "best.py").write_text(best.text, "utf-8")
         self.log.append(e.RunFinished(reason=self.reason, best=best and best.record()))
 
+    def keep(self, attempt: Attempt) -> None:
+        """Let what was accepted stand, as the run's last word."""
+        self.verdict = self.verdict_of(attempt)
+        commit, level = self.state.commit, attempt.judgement.level
+        self.log.append(e.Stored(type="kept", commit=commit, level=level))
+
     def _kept_short(self, name: str, result: Result) -> Result:
         """`result` with its text bounded; the whole text becomes an artifact."""
         short = bounded(result.text)
@@ -205,10 +211,13 @@ class Workbench:
                 text = text.replace(PROFILE, f"\n    its time in the slowest cell: {line}")
         if "diagnosis" in self.withheld:
             text = text.partition("\n")[0]
-        if check == "submit" and verdict.passed:
-            commit = self.state.commit
+        kept = self.state.kept
+        if check == "submit" and verdict.passed and kept and kept.number != number:
+            text += f"\nnot taken: attempt {kept.number} is no slower"
+        elif check == "submit" and verdict.passed:
+            commit, level = self.state.commit, self.state.level or verdict.level
             remark = publish.remark(self.workspace, commit)
-            text += f"\naccepted as {self.state.level}" + f", commit {commit}" * bool(commit)
+            text += f"\naccepted as {level}" + f", commit {commit}" * bool(commit)
             text += f"\n{remark}" * bool(remark)
         return Result(
             text=text,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import authors, judge, log, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.events import Event, Judged, RunFailed, RunStarted, event_of
+from coda_agent.agent.events import AuthorStarted, Event, Judged, RunFailed, RunStarted, event_of
 from coda_agent.agent.judge.records import VERSIONS, JsonObject
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
@@ -260,11 +260,20 @@ def refused(bench: Workbench) -> None:
     call(bench, "submit", {})
 
 
+def passed_then_refused(bench: Workbench) -> None:
+    """What a ladder does that goes on for speed."""
+    call(bench, "write_candidate", {"text": RIGHT[bench.spec.name]})
+    call(bench, "submit", {})
+    bench.log.append(AuthorStarted(author="another"))
+    refused(bench)
+
+
 @pytest.mark.parametrize(
     ("author", "outcome", "reason"),
     [
         (Hand(), "proved", ""),
         (Hand(refused), "refused", "import"),
+        (Hand(passed_then_refused), "proved", ""),
         (Hand(give_up), "gave_up", "gave up: budget: not what it seems"),
         (Hand(lambda bench: bench.finish("budget: $5")), "budget", "$5"),
         (Hand(lambda bench: None), "gave_up", ""),

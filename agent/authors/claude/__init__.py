@@ -12,7 +12,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from coda_agent.agent.authors import Author, Kind, Need, Options
-from coda_agent.agent.authors.claude.ladder import Ladder
+from coda_agent.agent.authors.claude.ladder import MODELS, Ladder
 from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.workspace import Workspace
@@ -43,7 +43,7 @@ class _Ladder(Kind):
     name = spelling = "ladder"
     meaning = "The composer, then models of Anthropic's from cheap to strong."
     precedence = 2
-    aided = True
+    aided = climbs = True
 
     def need(self) -> Need:
         hint = "not needed by the composer"
@@ -52,7 +52,13 @@ class _Ladder(Kind):
     def make(self, which: str, options: Options, workspace: Workspace) -> Author:
         if which:
             raise CodaError(f"ladder:{which} is none", hint="--models MODEL,MODEL names its models")
-        return Ladder(replace(options, base_url=server_named(options.base_url)))
+        if options.model and options.models:
+            raise CodaError("--model and --models exclude each other", hint="--models has them all")
+        one = options.model or os.environ.get("CODA_AGENT_MODEL")
+        # A run keeps its models, so that it is resumed with them whatever the variable then is.
+        models = options.models or ((one,) if one else MODELS)
+        server = server_named(options.base_url)
+        return Ladder(replace(options, model="", models=models, base_url=server))
 
 
 class _Claude(Kind):

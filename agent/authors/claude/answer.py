@@ -52,6 +52,15 @@ class _Compaction(BaseModel):
     encrypted_content: str | None = None
 
 
+class _Fallback(BaseModel):
+    """Where another model took over from one that declined."""
+
+    type: Literal["fallback"]
+    from_: JsonObject = Field(alias="from")
+    to: JsonObject
+    trigger: JsonObject | None = None
+
+
 class _Details(BaseModel):
     explanation: str | None = None
     category: str | None = None
@@ -63,7 +72,10 @@ class _Message(BaseModel):
     stop_reason: Name
     stop_details: _Details | None = None
     content: list[
-        Annotated[_Text | _Thinking | _Redacted | _Call | _Compaction, Field(discriminator="type")]
+        Annotated[
+            _Text | _Thinking | _Redacted | _Call | _Compaction | _Fallback,
+            Field(discriminator="type"),
+        ]
     ]
 
 
@@ -87,7 +99,9 @@ class _Usage(_Counts):
 _EVENTS = {"message_start", "message_delta", "message_stop"} | {
     f"content_block_{what}" for what in ("start", "delta", "stop")
 }
-_BLOCKS = {"text", "thinking", "redacted_thinking", "tool_use", "compaction"}
+_BLOCKS = {"text", "thinking", "redacted_thinking", "tool_use", "compaction", "fallback"}
+_DECLINED = _BLOCKS - {"thinking", "redacted_thinking", "tool_use"}
+"""What of a model that declined is sent back before the answer of the one after it."""
 _DELTAS = {
     "text_delta": ("text", "text"),
     "thinking_delta": ("thinking", "thinking"),
@@ -178,8 +192,8 @@ class Answer:
         """The message: id, model, stop reason and details, content, and usage.
 
         Of `content` only what the API takes back is left. Blank text, thinking cut off before its
-        signature, and blocks and fields of unknown kinds are dropped. A call that has the id of an
-        earlier one gets another.
+        signature, and blocks and fields of unknown kinds are dropped. So are thoughts and calls of
+        a model that then declined. A call that has the id of an earlier one gets another.
 
         Raises:
             Broken: it is not whole, or makes no sense.
@@ -187,8 +201,12 @@ class Answer:
         if self._state != "whole":
             raise Broken("the stream ended before its message did")
         acts = self._message.get("stop_reason") == "tool_use"
+        kinds = [block["type"] for block in self._blocks]
+        declined = len(kinds) - kinds[::-1].index("fallback") if "fallback" in kinds else 0
         blocks = [
-            _parsed(block, cut=not acts) for block in self._blocks if block["type"] in _BLOCKS
+            _parsed(block, cut=not acts)
+            for i, block in enumerate(self._blocks)
+            if block["type"] in (_DECLINED if i < declined else _BLOCKS)
         ]
         try:
             message = _Message.model_validate({**self._message, "content": blocks}, strict=True)
@@ -206,7 +224,9 @@ class Answer:
                 call.id += "_"
             self._taken.add(call.id)
         content = [
-            block.model_dump(exclude_unset=True) for block in message.content if _sendable(block)
+            block.model_dump(exclude_unset=True, by_alias=True)
+            for block in message.content
+            if _sendable(block)
         ]
         return {**message.model_dump(), "content": content, "usage": self.used()}
 

@@ -34,6 +34,8 @@ SILENCE_S = 120.0
 """Without a byte for this long the connection is dead; the server pings every few seconds."""
 LARGEST = 32 * 2**20
 """Bytes of an answer. One of 20k tokens, each in an event of 140 bytes, has three million."""
+FALLBACKS = "server-side-fallback-2026-07-01"
+"""With it the server itself asks a request's `fallbacks`, and says which models may be those."""
 _FINAL = ("spend_limit", "credit", "billing", "payment")
 """Words of error codes that a retry cannot mend, whatever the status."""
 
@@ -53,7 +55,8 @@ class Client:
 
     Args:
         key: API key or token, by the name of its variable.
-        fallback: The model that answers where the first refuses.
+        fallback: The model that answers where the first refuses. The SDK asks it, unless the
+            request names it as one of `fallbacks`, which the server asks.
         base_url: The server; empty for Anthropic's, or the SDK's own setting.
         clock: Seconds; `sleep` waits for some. Tests bring their own.
     """
@@ -125,7 +128,11 @@ class Client:
         """
 
         def read() -> JsonObject:
-            raw = self.sdk.models.with_raw_response.retrieve(name).http_response.content
+            models = self.sdk.beta.models.with_raw_response
+            if self._fallback:
+                raw = models.retrieve(name, betas=[FALLBACKS]).http_response.content
+            else:
+                raw = models.retrieve(name).http_response.content
             try:
                 info = from_json(raw, allow_inf_nan=False)
             except ValueError as error:
@@ -163,7 +170,8 @@ class Client:
         """Read one stream to its end."""
         from anthropic import APIStatusError
 
-        with self.sdk.beta.messages.create(**request, stream=True) as stream:
+        sdk = self.sdk.with_options(middleware=[]) if "fallbacks" in request else self.sdk
+        with sdk.beta.messages.create(**request, stream=True) as stream:
             answer.accepted = True
             for data in _events(stream.response):
                 if (event := answer.take(data))["type"] == "error":

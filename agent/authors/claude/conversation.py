@@ -29,7 +29,8 @@ class Conversation:
     """What was said, and what is still owed an answer.
 
     Attributes:
-        begun: How many conversations the run has had; all else is of the last one.
+        begun: For each conversation of the run, how many attempts there were before it. All else
+            is of the last one.
         request: The parameters of every call but for `messages`; None before the first.
         messages: The history.
         calls: The tool calls of the last turn, by id, in order.
@@ -43,7 +44,8 @@ class Conversation:
     """
 
     def __init__(self) -> None:
-        self.begun = 0
+        self.begun: list[int] = []
+        self._attempts = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -67,11 +69,13 @@ class Conversation:
         match event:
             case e.Prompted():
                 self._begin()
-                self.begun += 1
+                self.begun.append(self._attempts)
                 self.request, self.new_characters = event.request, event.characters
                 self._digest.update(json.dumps(self.request).encode())
                 for message in event.messages:
                     self._say(message["role"], message["content"])
+            case e.Judged():
+                self._attempts += 1
             case e.Responded():
                 self._response(event)
             case e.ToolStarted(id=id) if id in self.calls:

@@ -3,12 +3,19 @@
 - The composer goes first and is free. What it refuses, and why, is in every model's first message.
 - A model begins a conversation of its own. Instead of what others said it is given the candidate
   that came furthest, and what the judge found wrong with it.
-- A model's share is what is left, divided by the conversations to come. Whoever gives up, or
-  refuses to answer, leaves the run to the next; the last one's word stands.
+- A cheap model, that is every one but the last, may have several samples: conversations that begin
+  alike, with what the models before left. So may a model that is alone. They come one after the
+  other, because a run's log, and so its resumption, knows one conversation at a time.
+- A conversation's share is what is left, divided by those to come. Whoever gives up, or refuses to
+  answer, leaves the run to the next; the last one's word stands.
+- A pass ends it, unless a model's times say that there is something to win. Then the next one is
+  given the program and its times, and the faster program is kept.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.agent import events as e
 from coda_agent.agent.authors import Author, Options
@@ -17,13 +24,24 @@ from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.authors.claude.loop import Claude, stops
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.records import JsonObject
-from coda_agent.primitives.errors import ProgramError
+from coda_agent.agent.state import Attempt
+from coda_agent.primitives.errors import CodaError, ProgramError
 
 if TYPE_CHECKING:
     from coda_agent.agent.workbench import Work, Workbench
 
 MODELS = "claude-haiku-5-5", "claude-sonnet-5-5", "claude-opus-5-5", "claude-fable-5-2"
 """By price; the newest of each family."""
+WORTH = 1.1
+"""Times the bound: below that nothing is spent for speed."""
+FURTHEST = """# The best that others have tried
+
+It is the candidate now, and may be edited."""
+FASTER = """# What passed and can be faster
+
+It is accepted, and is the candidate now. Submit one that is faster beside torch.compile: the faster
+of the two is kept. Its times are below; profile says what they are made of. Give up where nothing
+is to be won."""
 
 
 class Ladder(Author):
@@ -37,14 +55,14 @@ class Ladder(Author):
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        one = (options.model,) if options.model else MODELS
-        models = options.models or one
-        self.rungs = [model for model in models for _ in range(options.samples)]
-        for model in models:
+        *cheap, last = enumerate(options.models)
+        self.talks = [rung for rung in cheap or [last] for _ in range(options.samples)]
+        self.talks += [last] * bool(cheap)
+        for model in options.models:
             self._claude(model, options.budget.usd)  # whether it can be
         budget = options.budget
-        times = f", {options.samples} times each" * (options.samples > 1)
-        self.limits = f"the composer, then {', '.join(models)}{times}: at most ${budget.usd:.2f}, "
+        named = (m + f" ({n} times)" * (n > 1) for (_, m), n in Counter(self.talks).items())
+        self.limits = f"the composer, then {', '.join(named)}: at most ${budget.usd:.2f}, "
         self.limits += f"{budget.minutes:g} minutes"
 
     def settings(self) -> JsonObject:
@@ -61,23 +79,37 @@ class Ladder(Author):
         if not talk.begun:
             yield from self._compose(bench)
         reason = bench.state.over
-        for number in range(max(1, talk.begun), len(self.rungs) + 1):
-            if bench.state.passed:
+        # Nobody goes on with a conversation that ended its part of the run.
+        for number in range(max(1, len(talk.begun) + bool(reason)), len(self.talks) + 1):
+            # What the composer wrote costs nothing, and so ends it.
+            if (kept := bench.state.kept) and not (talk.begun and slow(kept)):
                 break
-            left = self.options.budget.usd - (bench.state.spent.usd or 0.0)
-            share = self.options.budget.usd - left + left / (len(self.rungs) - number + 1)
-            who = self._claude(self.rungs[number - 1], share)
-            bench.log.append(e.AuthorStarted(author=f"claude:{who.options.model}"))
             with stops(bench):
                 try:
-                    if number > talk.begun:
-                        who.open(bench, furthest(bench))
-                    reason = yield from who.converse(bench, talk)
-                except Declined as declined:
-                    if number == len(self.rungs):
+                    reason = yield from self._converse(bench, talk, number)
+                except CodaError as error:
+                    if isinstance(error, Declined) and number < len(self.talks):
+                        reason = str(error)
+                    elif bench.state.kept:  # which stands, whatever becomes of those after it
+                        break
+                    else:
                         raise
-                    reason = str(declined)
-        bench.finish(reason)
+        if (kept := bench.state.kept) and not bench.state.passed:
+            bench.keep(kept)
+        bench.finish(bench.state.over or reason)
+
+    def _converse(self, bench: "Workbench", talk: Conversation, number: int) -> "Work[str | None]":
+        """Begin a conversation or go on with it; the reason of its end."""
+        rung = self.talks[number - 1]
+        left = self.options.budget.usd - (bench.state.spent.usd or 0.0)
+        share = self.options.budget.usd - left + left / (len(self.talks) - number + 1)
+        who = self._claude(rung[1], share)
+        bench.log.append(e.AuthorStarted(author=f"claude:{who.options.model}"))
+        if number > len(talk.begun):
+            first = self.talks.index(rung)  # with whose start its other samples begin
+            before = talk.begun[first] if first < len(talk.begun) else None
+            who.open(bench, left_behind(bench, bench.state.attempts[:before]))
+        return (yield from who.converse(bench, talk))
 
     def _compose(self, bench: "Workbench") -> "Work[None]":
         bench.log.append(e.AuthorStarted(author=Composer.name))
@@ -89,20 +121,31 @@ class Ladder(Author):
         yield bench.submission()
 
 
-def furthest(bench: "Workbench") -> str:
-    """Show the failed candidate that passed most gates, and its finding."""
-    tried = [attempt for attempt in bench.state.attempts if not attempt.passed]
-    if not tried:
+def slow(attempt: Attempt) -> bool:
+    """Tell whether a bound on its times leaves something to win.
+
+    The bound is the product alone by cuBLAS, or the floor where that is higher. The floor alone
+    lies a quarter below what any kernel reaches.
+    """
+    for cell in attempt.judgement.cells:
+        us = {name: timed.median_us for name, timed in (cell.times or {}).items()}
+        if us and us["ours"] > WORTH * max(us["gemm"], cell.floor_us or 0.0):
+            return True
+    return False
+
+
+def left_behind(bench: "Workbench", tried: Sequence[Attempt]) -> str:
+    """Show what passed, or else the attempt that came furthest, and make it the candidate."""
+
+    def passed(attempt: Attempt) -> int:
+        return sum(bool(gate.passed) for gate in attempt.judgement.gates.values())
+
+    failed = [attempt for attempt in reversed(tried) if not attempt.passed]
+    best = bench.state.kept or max(failed, key=passed, default=None)
+    text = best.text if best else ""
+    if bench.state.candidate != text:
+        bench.log.candidate(text)
+    if not best:
         return ""
-
-    def passed(judged: Any) -> int:
-        return sum(bool(gate.passed) for gate in judged.judgement.gates.values())
-
-    best = max(reversed(tried), key=passed)
-    if bench.state.candidate != best.text:
-        bench.log.candidate(best.text)
-    found = bench.told(best).text
-    return (
-        "# The best that others have tried\n\nIt is the candidate now, and may be edited.\n\n"
-        f"```python\n{best.text.strip()}\n```\n\n{found}"
-    )
+    head = FASTER if best.passed else FURTHEST
+    return f"{head}\n\n```python\n{text.strip()}\n```\n\n{bench.told(best).text}"

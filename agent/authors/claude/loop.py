@@ -143,7 +143,7 @@ class Claude(Author):
 
     def _note(self, bench: Workbench, talk: Conversation) -> str:
         """What follows the results of the model's calls."""
-        said = self.purse.said(bench.state.spent)
+        said = self.purse.said(bench.state)
         if talk.limit:
             said = LIMIT.format(reason=talk.limit)
         elif not talk.calls:
@@ -191,8 +191,9 @@ class Claude(Author):
         """Check the model and fix what calls start with, `before` included."""
         info = self._model(bench)
         sent = prompt.request(bench.spec, bench.withheld)
-        request = parameters(sent, self.purse, info, elsewhere=self.elsewhere)
-        more = "\n\n".join(part for part in (before, self.purse.announced()) if part)
+        request = parameters(sent, self.purse, info, bench.state.spent, elsewhere=self.elsewhere)
+        told = self.purse.announced(bench.state)
+        more = "\n\n".join(part for part in (before, told) if part)
         sent["messages"][0]["content"].append({"type": "text", "text": more})
         characters = len(json.dumps(sent, ensure_ascii=False))
         messages = sent["messages"]

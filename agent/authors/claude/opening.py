@@ -1,7 +1,9 @@
 """The parameters of every call of a model, without the messages."""
 
+from coda_agent.agent.authors.claude.client import FALLBACKS
 from coda_agent.agent.authors.claude.purse import Purse
 from coda_agent.agent.judge.records import JsonObject
+from coda_agent.agent.state import Spent
 
 COMPACT_AT = 0.6
 """Share of the context window at which the server summarises what came before."""
@@ -18,8 +20,10 @@ TOLD = frozenset(
 BETAS = ["context-management-2025-06-27", "compact-2026-01-12"]
 
 
-def parameters(sent: JsonObject, purse: Purse, info: JsonObject, *, elsewhere: bool) -> JsonObject:
-    """Choose them by `prompt.request` and what the API says.
+def parameters(
+    sent: JsonObject, purse: Purse, info: JsonObject, spent: Spent, *, elsewhere: bool
+) -> JsonObject:
+    """Choose them by `prompt.request`, what the API says, and what others spent.
 
     Of another server (`elsewhere`) nothing is asked but what it says it can do.
     """
@@ -50,15 +54,21 @@ def parameters(sent: JsonObject, purse: Purse, info: JsonObject, *, elsewhere: b
         request["output_config"] = {"effort": options.effort}
     if can("context_management"):
         request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
-    if "output_config" in request and (total := _task_budget(purse)):
+    allowed = info.get("allowed_fallback_models")
+    # Only the one that was named: the budget has to know the price of whoever may answer.
+    if isinstance(allowed, list) and options.fallback in allowed:
+        request["fallbacks"] = [{"model": options.fallback}]
+        request["betas"] = [*request.get("betas", ()), FALLBACKS]
+    if "output_config" in request and (total := _task_budget(purse, spent)):
         request["output_config"] = {"effort": options.effort, "task_budget": total}
         request["betas"] = [*request.get("betas", ()), TASK_BUDGETS]
     return request
 
 
-def _task_budget(purse: Purse) -> JsonObject | None:
-    """The tokens of answers that the dollars buy, for a countdown."""
+def _task_budget(purse: Purse, spent: Spent) -> JsonObject | None:
+    """The tokens of answers that the dollars left buy, for a countdown."""
     if not purse.prices or purse.options.model not in TOLD:
         return None
-    total = round(purse.budget.usd / purse.prices.tiers(purse.options.model)[-1].output)
+    left_usd = purse.budget.usd - (spent.usd or 0.0)
+    total = round(left_usd / purse.prices.tiers(purse.options.model)[-1].output)
     return {"type": "tokens", "total": min(total, 1_000_000)} if total >= 20_000 else None

@@ -7,11 +7,11 @@ from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.budget import SHORTEST, UNPRICED, Prices, tokens
 from coda_agent.agent.judge.records import JsonObject
-from coda_agent.agent.state import RunState, Spent
+from coda_agent.agent.state import RunState
 
 BUDGET = (
-    "# The budget\n\n{most}; {steps} turns; {minutes:g} minutes. After each turn you are told what "
-    "is spent. A candidate that was not submitted when it is used up counts for nothing."
+    "# The budget\n\n{most}; {steps} turns; {minutes:.3g} minutes. After each turn you are told "
+    "what is spent. A candidate that was not submitted when it is used up counts for nothing."
 )
 IDLE_TURNS = 3
 _SUMMARY = 8000
@@ -37,18 +37,22 @@ class Purse:
         said = f"{self.options.model}: at most {most}, {self.budget.steps} steps, "
         return f"{said}{self.budget.minutes:g} minutes"
 
-    def announced(self) -> str:
-        """What the model is told of it before it begins."""
-        budget, most = self.budget, f"{self.most_tokens} tokens"
+    def announced(self, state: RunState) -> str:
+        """What the model is told of it before it begins: what others left to it."""
+        budget, spent = self.budget, state.spent
+        most = f"{self.most_tokens - (spent.tokens or 0)} tokens"
         if self.prices:
             price = self.prices.tiers(self.options.model)[-1]
-            most = f"${budget.usd:.2f}, at ${1e6 * price.output:g} for a million tokens of answers"
-        return BUDGET.format(most=most, steps=budget.steps, minutes=budget.minutes)
+            usd = budget.usd - (spent.usd or 0.0)
+            most = f"${usd:.2f}, at ${1e6 * price.output:g} for a million tokens of answers"
+        minutes = budget.minutes - spent.wall_s / 60
+        return BUDGET.format(most=most, steps=budget.steps - state.steps, minutes=minutes)
 
-    def said(self, spent: Spent) -> str:
-        """What is spent, as the model is told after each turn."""
+    def said(self, state: RunState) -> str:
+        """What the model has spent, as it is told after each turn."""
+        spent, before = state.spent, state.opened_usd
         if spent.usd is not None:
-            return f"[${spent.usd:.2f} of ${self.budget.usd:.2f} spent]"
+            return f"[${spent.usd - before:.2f} of ${self.budget.usd - before:.2f} spent]"
         return f"[{spent.tokens} of {self.most_tokens} tokens used]"
 
     def worst(

@@ -5,15 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import SPECS, log_of, run_of
+from bench import SPECS, log_of, quick_judge, run_of
+from pydantic import TypeAdapter
 from server import Reply, Serve, Server, call, error
+from typer.testing import CliRunner
 
-from coda_agent.agent import authors, pipeline, run_page
+from coda_agent.agent import authors, judge, pipeline, run_page
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.client import Stopped
-from coda_agent.agent.events import AuthorStarted, GaveUp, Responded
+from coda_agent.agent.cli import app
+from coda_agent.agent.events import AuthorStarted, GaveUp, Responded, ToolFinished
+from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge.records import (
+    VERSIONS,
+    PerformanceReport,
+    Rates,
+    Ratio,
+    Timed,
+    Timing,
+)
+from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.tiles import TileConfig
 
 MAXOUT = SPECS / "catalogue" / "gemm_maxout.md"
 SOLUTION = Path(__file__).parents[1] / "solutions" / "gemm_maxout.py"
@@ -115,6 +129,130 @@ def test_an_interrupted_climb_goes_on_with_its_rung(where: Workspace, served: Se
     assert where.kernel("gemm_maxout").evidence.author == f"claude:{SONNET}"
 
 
+def test_samples_of_a_cheap_model_begin_alike(where: Workspace, served: Serve) -> None:
+    """Each is given what the models before it left, also where the run was interrupted."""
+    solution = SOLUTION.read_text("utf-8")
+    opus, wrong = "claude-opus-5-5", ["import os\n" + solution, "import re\n" + solution]
+    tried = [
+        Reply([call("write_candidate", {"text": text}, "a"), call("submit", {}, "b"),
+               call("give_up", {"reason": "no"}, "c")]) for text in wrong
+    ]  # fmt: skip
+    look = Reply([call("read_candidate", {}, "d")])
+    give_up = Reply([call("give_up", {"reason": "no"}, "e")])
+    script = [tried[0], look, error(400, "invalid_request_error")]
+    server = served(lambda _, number: script[number])
+    who = made(where, models=(HAIKU, SONNET, opus), samples=2)
+    assert f"then {HAIKU} (2 times), {SONNET} (2 times), {opus}: at most" in who.limits
+    with pytest.raises(Stopped):
+        climb(where, who)
+    first, second = server.requests()[:2]
+    (looked,) = server.requests()[2]["messages"][-1]["content"][:1]
+    assert first["messages"][0]["content"][0] == second["messages"][0]["content"][0]
+    assert all(len(body["messages"][0]["content"]) == 2 for body in (first, second))
+    assert "The best" not in second["messages"][0]["content"][1]["text"]
+    assert "there is no candidate yet" in looked["content"]
+    after = [give_up, tried[1], give_up, give_up]
+    server = served(lambda _, number: after[number])
+    assert not pipeline.resume(where, run_of(where), who, lambda *_: None).passed
+    sent = server.requests()
+    assert [body["model"] for body in sent] == [HAIKU, SONNET, SONNET, opus]
+    told = [body["messages"][0]["content"][1]["text"] for body in sent]
+    assert wrong[0].strip() in told[1] and wrong[0].strip() in told[2]
+    assert wrong[1].strip() not in told[2] and wrong[1].strip() in told[3]
+
+
+def timed_judge(spec: Any, text: str, *given: Any, **more: Any) -> Verdict:
+    """The quick one, and times: the kernel's are what the text's last line says, cuBLAS's 100 us."""
+    verdict = quick_judge(spec, text, *given, **more)
+    if not verdict.passed:
+        return verdict
+    us = {"ours": float(text.rpartition("# ")[2]), "gemm": 100.0, "compile": 300.0}
+    times = {name: Timing(median_us=t, interval_us=(t, t), times_us=(t,)) for name, t in us.items()}
+    of_gemm, over_compile = (
+        Ratio(ratio=us[other] / us["ours"], low=0.1, high=9.0) for other in ("gemm", "compile")
+    )
+    cell = Timed(
+        dtype="bfloat16", sizes={"M": 128}, config=TileConfig(128, 128), tile="128x128", tflops=1.0,
+        floor_us=70.0, ceiling=Rates(tflops=1.0, gbytes_s=1.0), launches=(1,), mismatches=0,
+        finalists_us={}, gpu={}, times=times, of_gemm=of_gemm,
+        over_compile=over_compile,
+    )  # fmt: skip
+    report = PerformanceReport(program=spec.name, cells=(cell,))
+    version = VERSIONS["performance"]
+    gate = GateResult(name="performance", passed=True, version=version, data=report)
+    return verdict.model_copy(update={"level": "accepted", "gates": [*verdict.gates, gate]})
+
+
+def submitted(us: int) -> Reply:
+    """A right program of that time, handed in."""
+    text = f"{SOLUTION.read_text('utf-8')}# {us}\n"
+    return Reply([call("write_candidate", {"text": text}, "w"), call("submit", {}, "s")])
+
+
+def test_with_a_gpu_it_goes_on_for_speed_and_keeps_the_faster(
+    where: Workspace, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a time is within a tenth of cuBLAS's: 130 us, a slower 140, 105; nobody is asked more."""
+    monkeypatch.setattr(judge, "judge_candidate", timed_judge)
+    opus, script = "claude-opus-5-5", [submitted(130), submitted(140), submitted(105)]
+    server = served(lambda _, number: script[number])
+    outcome = climb(where, made(where, models=(HAIKU, SONNET, opus, "claude-fable-5-2")))
+    assert outcome.passed and outcome.level == "accepted" and outcome.reason is None
+    assert [body["model"] for body in server.requests()] == [HAIKU, SONNET, opus]
+    told = [body["messages"][0]["content"][1]["text"] for body in server.requests()]
+    assert "can be faster" not in told[0]
+    assert all("# What passed and can be faster" in text and "# 130" in text for text in told[1:])
+    assert "130" in told[2].partition("performance")[2]
+    (_, refused, _) = [event for event in log_of(where)
+                       if isinstance(event, ToolFinished) and event.name == "submit"]  # fmt: skip
+    assert "not taken: attempt 1 is no slower" in refused.text
+    assert where.git("log", "--format=%s").count("Accept gemm_maxout (accepted)") == 2
+    kernel = where.kernel("gemm_maxout")
+    assert kernel.text.endswith("# 105\n") and kernel.evidence.author == f"claude:{opus}"
+
+
+def test_what_passed_stands_whatever_comes_after_it(
+    where: Workspace, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused candidate, one who gives up, and a server that serves no more."""
+    monkeypatch.setattr(judge, "judge_candidate", timed_judge)
+    wrong = [call("write_candidate", {"text": "import os\n"}, "a"), call("submit", {}, "b")]
+    give_up = call("give_up", {"reason": "fast enough"}, "c")
+    script = [submitted(130), Reply([*wrong, give_up]), error(400, "invalid_request_error")]
+    served(lambda _, number: script[number])
+    outcome = climb(where, made(where, models=(HAIKU, SONNET, "claude-opus-5-5")))
+    assert outcome.passed and outcome.level == "accepted" and outcome.commit
+    assert outcome.verdict and outcome.verdict.passed
+    state = RunState.of(log_of(where))
+    assert (state.outcome, state.reason, state.commit) == ("passed", "accepted", outcome.commit)
+    assert state.best and state.best.text.endswith("# 130\n")
+    assert where.kernel("gemm_maxout").evidence.author == f"claude:{HAIKU}"
+
+
+def test_a_climb_for_speed_is_resumed(
+    where: Workspace, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while its second candidate is judged, which is then handed in again."""
+
+    def interrupted(spec: Any, text: str, *given: Any, **more: Any) -> Verdict:
+        if text.endswith("# 105\n"):
+            raise KeyboardInterrupt
+        return timed_judge(spec, text, *given, **more)
+
+    monkeypatch.setattr(judge, "judge_candidate", interrupted)
+    script = [submitted(130), submitted(105)]
+    served(lambda _, number: script[number])
+    who = made(where, models=(HAIKU, SONNET))
+    with pytest.raises(KeyboardInterrupt):
+        climb(where, who)
+    monkeypatch.setattr(judge, "judge_candidate", timed_judge)
+    server = served(lambda *_: Reply([call("submit", {}, "again")]))
+    assert pipeline.resume(where, run_of(where), who, lambda *_: None).passed
+    assert [body["model"] for body in server.requests()] == [SONNET]
+    assert where.kernel("gemm_maxout").text.endswith("# 105\n")
+    assert where.git("log", "--format=%s").count("Accept gemm_maxout (accepted)") == 2
+
+
 def test_each_rung_has_its_share(where: Workspace, served: Serve) -> None:
     """What is left is shared by the conversations to come, and no more than all of it is spent."""
     pages = Reply([call("list_demos", {}, "d")], usage={"output_tokens": 4000})
@@ -132,9 +270,65 @@ def test_each_rung_has_its_share(where: Workspace, served: Serve) -> None:
     assert len(server.requests()) > 10
 
 
+def test_a_rung_is_told_what_it_has_itself(where: Workspace, served: Serve) -> None:
+    """The first takes a dollar of three; the second is told of the two that are left."""
+    opus, dollar = "claude-opus-5-5", {"output_tokens": 100_000}
+    give_up = call("give_up", {"reason": "too hard"}, "b")
+    script = [Reply([give_up], usage=dollar), Reply([call("list_demos", {}, "a")]),
+              Reply([{**give_up, "id": "c"}])]  # fmt: skip
+    server = served(lambda _, number: script[number])
+    climb(where, made(where, models=(SONNET, opus), budget=authors.Budget(usd=3.0)))
+    sent = server.requests()
+    first, second = sent[:2]
+    assert [body["output_config"]["task_budget"]["total"] for body in (first, second)] == [
+        150_000, 99_990,  # of the dollar and 100 tokens of prompt
+    ]  # fmt: skip
+    told = [body["messages"][0]["content"][-1]["text"] for body in (first, second)]
+    assert "$1.50, at $10 for a million tokens of answers; 1000 turns; 120 minutes" in told[0]
+    assert "$2.00, at $20 for a million tokens of answers; 999 turns; 120 minutes" in told[1]
+    assert sent[2]["messages"][-1]["content"][-1]["text"] == "[$0.00 of $2.00 spent]"
+
+
 def test_a_ladder_of_an_unknown_model_is_refused_at_once(where: Workspace, served: Serve) -> None:
     served(lambda *_: None)
     with pytest.raises(CodaError, match="use claude-sonnet-5-5"):
         made(where, models=("claude-sonnet-3",))
     with pytest.raises(CodaError, match="--models"):
         authors.make("ladder:x", Options(), where)
+
+
+def test_one_model_is_the_whole_ladder(
+    where: Workspace, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named by --model, or by the user's variable; models that are named go before that."""
+    served(lambda *_: None)
+    assert made(where, model=HAIKU).limits.startswith(f"the composer, then {HAIKU}: at most")
+    monkeypatch.setenv("CODA_AGENT_MODEL", SONNET)
+    alone = made(where)
+    assert alone.limits.startswith(f"the composer, then {SONNET}: at most")
+    assert made(where, models=(HAIKU,)).limits.startswith(f"the composer, then {HAIKU}: at most")
+    monkeypatch.setenv("CODA_AGENT_MODEL", HAIKU)  # a run that is resumed keeps its own
+    kept = TypeAdapter(Options).validate_python(alone.settings()["options"])
+    assert authors.make("ladder", kept, where).limits == alone.limits
+    with pytest.raises(CodaError, match="--model and --models exclude each other"):
+        made(where, model=HAIKU, models=(SONNET,))
+
+
+def test_what_only_a_ladder_takes_is_refused_by_others(
+    where: Workspace, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served(lambda *_: None)
+    monkeypatch.chdir(where.root)
+
+    def said(*args: str) -> str:
+        found = CliRunner().invoke(app, ["generate", "gemm_swiglu", "--device", "cpu", *args])
+        assert found.exit_code == 2, found.output
+        return found.stderr
+
+    assert "the author claude takes no --samples (--author ladder does" in said(
+        "--author", "claude", "--samples", "3"
+    )
+    assert "the author composer takes no --models" in said(
+        "--author", "composer", "--samples", "3", "--models", "a,b"
+    )
+    assert "the price of unheard-of is not known" in said("--models", f"{HAIKU} , unheard-of")

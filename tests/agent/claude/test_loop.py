@@ -282,6 +282,42 @@ def test_a_refusal_goes_to_the_fallback(where: Workspace, serve: Serve) -> None:
     assert models == [MODEL, MODEL, "claude-sonnet-5-5", MODEL, MODEL, MODEL]
 
 
+def test_a_server_that_may_asks_the_fallback_itself(where: Workspace, serve: Serve) -> None:
+    """What the declining model thought and called is neither run nor sent back."""
+    other = "claude-sonnet-5-5"
+    seam = {"type": "fallback", "from": {"model": MODEL}, "to": {"model": other},
+            "trigger": {"type": "refusal", "category": None}}  # fmt: skip
+    thinking = {"type": "thinking", "thinking": "Hm", "signature": "c2ln"}
+    declined = [thinking, text("First."), call("give_up", {"reason": "x"}, "g")]
+    served = [seam, thinking, *WRITE_WRONG.content[1:]]
+    counts = {"input_tokens": 1000, "output_tokens": 100}
+    billed = [{"type": "message", "model": MODEL, **counts},
+              {"type": "fallback_message", "model": other, **counts}]  # fmt: skip
+    first = Reply([*declined, *served], model=other, usage={"iterations": billed})
+    server = serve([first, *WHOLE[1:]])
+    info = {"type": "model", "id": MODEL, "allowed_fallback_models": ["claude-opus-5", other]}
+    server.infos = [(200, info)]
+    accepted(where, generate(where, author(Options(fallback=other))))
+    for request, headers in zip(server.requests(), server.headers, strict=True):
+        assert request["fallbacks"] == [{"model": other}] and request["model"] == MODEL
+        assert "server-side-fallback-2026-07-01" in headers["anthropic-beta"]
+        assert "fallback-credit" not in headers["anthropic-beta"]  # the SDK's own
+    assert server.requests()[1]["messages"][1]["content"] == [text("First."), *served]
+    (usd, *_) = [event.usd for event in log_of(where) if isinstance(event, Responded)]
+    assert usd is not None and math.isclose(usd, 1000 * (4e-6 + 2e-6) + 100 * (20e-6 + 10e-6))
+
+
+def test_a_fallback_that_the_server_does_not_take_is_the_sdks(
+    where: Workspace, serve: Serve
+) -> None:
+    server = serve(WHOLE)
+    info = {"type": "model", "id": MODEL, "allowed_fallback_models": ["claude-opus-5"]}
+    server.infos = [(200, info)]
+    accepted(where, generate(where, author(Options(fallback="claude-sonnet-5-5"))))
+    assert all("fallbacks" not in request for request in server.requests())
+    assert all("fallback-credit" in headers["anthropic-beta"] for headers in server.headers)
+
+
 def test_max_tokens_inside_a_tool_call_runs_nothing(where: Workspace, serve: Serve) -> None:
     """The first of two calls is complete, but the turn was cut: neither is run."""
     cut = Reply(
@@ -628,8 +664,16 @@ def test_an_unknown_model_needs_a_price() -> None:
 
     with pytest.raises(CodaError, match="--price-in and --price-out"):
         Prices("claude-next")
-    with pytest.raises(CodaError, match="use claude-sonnet-5-5, or give"):
-        Prices("claude-sonnet-4-5")
+    for name, new in {
+        "claude-sonnet-4-5": "sonnet-5-5", "claude-3-5-sonnet-20241022": "sonnet-5-5",
+        "claude-3-opus-latest": "opus-5-5", "opus": "opus-5-5", "haiku": "haiku-5-5",
+        "claude-opus-4-1-20250805": "opus-5-5",
+    }.items():  # fmt: skip
+        with pytest.raises(CodaError, match=f"use claude-{new}, or give"):
+            Prices(name)
+    for name in ("claude-mythos-5-2", "claude-opus-6"):  # newer than those in the list
+        with pytest.raises(CodaError, match=r"not known \(give --price-in"):
+            Prices(name)
     assert math.isclose(Prices("claude-next", Price.of(1, 2)).worst(10**6, 10**6), 4.0)
     assert Prices("claude-opus-5-5-20261001").tiers("claude-opus-5-5")[0].output == 20e-6
 
