@@ -1,40 +1,79 @@
 """docs/leaderboard.md: authors by suites, from trials of today's specs."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from coda_agent.agent import authors, pages
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.authors.replay import AUTHOR as REPLAY
+from coda_agent.agent.authors.replay import Replay
+from coda_agent.agent.state import RunState
 from coda_agent.agent.tables import Rows, markdown
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import metrics, suites
 from coda_agent.evals.cells import FOLDER, read
 from coda_agent.evals.metrics import COSTS, SCORES, by_spec
-from coda_agent.evals.trials import Trial
+from coda_agent.evals.trials import Trial, records_of
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import write_whole
 
 PAGE = Path("docs", "leaderboard.md")
+GIVEN = "solved, given that the composer refused"
 _HEAD = """# Leaderboard
 
 Written by `coda-agent eval leaderboard` from `evals/results/trials-*.jsonl`; do not edit.
 
+What a model adds is what it *solved, given that the composer refused*. It is solved@1 over the
+specs that the composer was tried at and did not solve, and says of how many. It alone ranks. Where
+the composer solved every spec, or was not tried, nobody has a rank.
+
 Solved means the level that the suite asks for; on a CPU it means proved right by the interpreter.
-Intervals are 95 %. Authors have one rank where what they solve differs by chance at most. Costs are
-what all trials took over how many solved. A trial counts as long as its spec, its suite and
-the gates that decided are as they were. Recorded runs are one author, `replay`.
+Intervals are 95 %. Authors have one rank where they differ by chance at most. Costs are what all
+trials took over how many solved. A trial counts as long as its spec, its suite and the gates that
+decided are as they were.
 """
-Boards = Mapping[tuple[str, str], Mapping[str, Sequence[Trial]]]
-"""Trials by suite and device, then by author."""
+_RECORDED = """
+## Recorded runs
+
+Runs that others once did, repeated before today's judge; no model is asked. Authors and models are
+as the recordings name them. They have no rank, and what they spent is not known.
+"""
 
 
-def boards(workspace: Workspace) -> Boards:
-    """Group a workspace's trials of today's suites, specs and gates."""
+class Entrant(NamedTuple):
+    """Who tries: a row of a table.
+
+    Attributes:
+        author: With what was withheld.
+        model: Those it may ask, and how hard they think.
+        recorded: Whether it worked without this program, which repeats what it did.
+    """
+
+    author: str
+    model: str
+    recorded: bool
+
+
+Boards = Mapping[tuple[str, str], Mapping[Entrant, Sequence[Trial]]]
+"""Trials by suite and device, then by who tried."""
+
+
+def boards(workspace: Workspace, only: suites.Suite | None = None) -> Boards:
+    """Group a workspace's trials of today's suites, specs and gates.
+
+    Args:
+        only: This suite, instead of all.
+    """
     folder = workspace.root / "evals" / "suites"
     known = {name: suites.load(str(path)) for name, path in suites.paths(folder).items()}
+    known |= {only.name: only} if only else {}
     digests = dict[tuple[str, str], str]()
-    found: dict[tuple[str, str], dict[str, list[Trial]]] = {}
+    found: dict[tuple[str, str], dict[Entrant, list[Trial]]] = {}
     for path in sorted((workspace.root / FOLDER).glob("trials-*.jsonl")):
+        if only and path != records_of(workspace.root, only.name):
+            continue
         for trial in read(path, Trial).values():
             if trial.stale:
                 continue
@@ -44,12 +83,37 @@ def boards(workspace: Workspace) -> Boards:
                     digests[key] = _digest(suite, workspace, trial.spec)
                 if (suite.digest, digests[key]) != (trial.suite_digest, trial.spec_digest):
                     continue
-            # Each recorded run is of one spec; together they are one author.
-            replayed = trial.author.startswith(f"{REPLAY.name}:")
-            author = REPLAY.name if replayed else trial.author
-            author += "".join(f" without {part}" for part in trial.without)
-            found.setdefault((trial.suite, trial.device), {}).setdefault(author, []).append(trial)
+            board = found.setdefault((trial.suite, trial.device), {})
+            board.setdefault(_entrant(trial, workspace), []).append(trial)
     return found
+
+
+def _entrant(trial: Trial, workspace: Workspace) -> Entrant:
+    """Name who tried and its models; a recorded one as its recording does."""
+    name, models, effort, kinds = trial.author, trial.models, trial.effort, authors.kinds()
+    kind, _, which = name.partition(":")
+    recorded = kind == REPLAY.name or kind not in kinds
+    if kind == REPLAY.name and (state := _recording(name, workspace)):
+        options = state.options or {}
+        models = tuple(options.get("models") or filter(None, [options.get("model")]))
+        name, effort = state.author or name, str(options.get("effort", ""))
+        kind, _, which = name.partition(":")
+    if kind != REPLAY.name and which and which not in kinds:  # agent:claude names no model
+        models = models or (which,)
+    said = [f"{name}{f' ×{n}' * (n > 1)}" for name, n in Counter(models).items()]
+    said += [f"effort {effort}"] if effort else []
+    without = "".join(f" without {part}" for part in trial.without)
+    none = "not named" if recorded else "–"
+    return Entrant((kind if models else name) + without, ", ".join(said) or none, recorded)
+
+
+def _recording(author: str, workspace: Workspace) -> RunState | None:
+    """Read the run that a replay repeats, where the workspace has it."""
+    try:
+        replay = authors.make(author, authors.Options(), workspace)
+    except CodaError:
+        return None
+    return replay.recorded if isinstance(replay, Replay) else None
 
 
 def _digest(suite: suites.Suite, workspace: Workspace, spec: str) -> str:
@@ -59,21 +123,43 @@ def _digest(suite: suites.Suite, workspace: Workspace, spec: str) -> str:
         return ""
 
 
-def table(found: Boards) -> Rows:
-    """Tabulate the authors of each suite, best first."""
+def tables(found: Boards) -> dict[str, Rows]:
+    """Tabulate each suite's authors, best first, and recorded runs apart."""
+    return {"authors": _table(found, recorded=False), "recorded": _table(found, recorded=True)}
+
+
+def _table(found: Boards, *, recorded: bool) -> Rows:
+    costs = {} if recorded else COSTS  # a replay spends nothing of what its author did
     rows: list[Sequence[object]] = [(
-        "suite", "device", "author", "rank", "trials", *SCORES, "pass@k", "of GEMM",
-        "over compile", *COSTS, "commit", "date",
+        "suite", "device", "author", "model", *["rank"] * (not recorded), GIVEN, "trials", *SCORES,
+        "pass@k", "of GEMM", "over compile", *costs, "commit", "date",
     )]  # fmt: skip
-    for (suite, device), trials in found.items():
-        groups = {author: by_spec(records) for author, records in trials.items()}
+    for (suite, device), board in found.items():
+        left = _left(board)
+        groups = {
+            who: {spec: group for spec, group in by_spec(trials).items() if spec in left}
+            for who, trials in board.items()
+            if who.recorded is recorded
+        }
         ranked = metrics.ranks(groups, SCORES["solved@1"])
-        for author in sorted(trials, key=lambda author: (ranked[author], author)):
-            rows.append((suite, device, author, ranked[author], *_row(trials[author])))
+        for who in sorted(groups, key=lambda who: (ranked[who], who)):
+            score, rank = (
+                metrics.score(groups[who], SCORES["solved@1"]),
+                ranked[who] if left else "–",
+            )
+            given = f"{score} of {len(groups[who])}" if score else "–"
+            about = suite, device, who.author, who.model, *[rank] * (not recorded), given
+            rows.append((*about, *_row(board[who], costs)))
     return rows
 
 
-def _row(trials: Sequence[Trial]) -> list[str]:
+def _left(board: Mapping[Entrant, Sequence[Trial]]) -> set[str]:
+    """Name the specs that the composer was tried at and did not solve."""
+    tried = [t for trials in board.values() for t in trials if t.author == Composer.name]
+    return {spec for spec, trials in by_spec(tried).items() if not any(t.solved for t in trials)}
+
+
+def _row(trials: Sequence[Trial], costs: Mapping[str, metrics.Value]) -> list[str]:
     counted = [trial for trial in trials if trial.counts]
     groups, timed = by_spec(trials), any(trial.of_gemm for trial in trials)
 
@@ -90,37 +176,46 @@ def _row(trials: Sequence[Trial]) -> list[str]:
         "–" if passing is None else f"{passing:.2f} of {k}",
         shown(metrics.of_solved(counted, lambda t: t.of_gemm), ".3f"),
         shown(metrics.of_solved(counted, lambda t: t.over_compile), ".3f"),
-        *(shown(metrics.per_solution(counted, value)) for value in COSTS.values()),
+        *(shown(metrics.per_solution(counted, value)) for value in costs.values()),
         ", ".join(dict.fromkeys(trial.commit for trial in trials)),
         days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
     ]  # fmt: skip
 
 
-def matrix(trials: Mapping[str, Sequence[Trial]]) -> Rows:
+def matrix(board: Mapping[Entrant, Sequence[Trial]]) -> Rows:
     """Tabulate specs by authors: how many trials solved, and how fast."""
 
-    def cell(author: str, spec: str) -> str:
-        counted = [t for t in trials[author] if t.spec == spec and t.counts]
+    def cell(who: Entrant, spec: str) -> str:
+        counted = [t for t in board[who] if t.spec == spec and t.counts]
         speed = metrics.of_solved(counted, lambda t: t.of_gemm)
         solved = f"{sum(t.solved for t in counted)}/{len(counted)}"
         return solved + (f" {speed:.3f}× GEMM" if speed else "") if counted else "–"
 
-    specs = sorted({trial.spec for records in trials.values() for trial in records})
-    return [("spec", *trials), *((spec, *(cell(a, spec) for a in trials)) for spec in specs)]
+    specs = sorted({trial.spec for trials in board.values() for trial in trials})
+    heads = (who.author if who.model == "–" else f"{who.author} ({who.model})" for who in board)
+    return [("spec", *heads), *((spec, *(cell(who, spec) for who in board)) for spec in specs)]
 
 
 def write(root: Path, found: Boards) -> Path:
     """Write docs/leaderboard.md of a workspace."""
-    names = dict.fromkeys(a.partition(" without ")[0] for trials in found.values() for a in trials)
-    about = "\n".join(f"- *{name}*: {authors.meaning(name)}" for name in names)
+    names = {
+        w.author.partition(" ")[0] for board in found.values() for w in board if not w.recorded
+    }
+    about = "\n".join(f"- *{name}*: {authors.meaning(name)}" for name in sorted(names))
+    made = tables(found)
+    missing = sorted({*suites.paths(root / "evals" / "suites")} - {suite for suite, _ in found})
+    parts = [_HEAD, markdown(made["authors"]), "", about, _RECORDED, markdown(made["recorded"])]
+    parts += ["", f"Suites of which no trial counts: {', '.join(missing)}."] if missing else []
     path = root / PAGE
-    write_whole(path, "\n".join([_HEAD, markdown(table(found)), "", about]) + "\n")
+    write_whole(path, "\n".join(parts) + "\n")
     return path
 
 
 def write_html(path: Path, found: Boards) -> Path:
-    """Write the table, and each suite's specs by authors, as a page."""
+    """Write the tables, and each suite's specs by authors, as a page."""
+    made = tables(found)
     sections: Iterable[pages.Section] = (
-        (f"{suite}, {device}", matrix(trials)) for (suite, device), trials in found.items()
+        (f"{suite}, {device}", matrix(board)) for (suite, device), board in found.items()
     )
-    return pages.write(path, "Leaderboard", [("Authors", table(found)), *sections])
+    first = [("Authors", made["authors"]), ("Recorded runs", made["recorded"])]
+    return pages.write(path, "Leaderboard", [*first, *sections])

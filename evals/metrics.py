@@ -12,7 +12,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy
 
@@ -22,6 +22,7 @@ from coda_agent.evals.trials import Trial
 Groups = Mapping[str, Sequence[Trial]]
 """Trials by spec."""
 Value = Callable[[Trial], float | None]
+Name = TypeVar("Name")
 
 RESAMPLES, _STRIDE = 400, 37
 MIN_SPECS = 6
@@ -129,7 +130,7 @@ def score(groups: Groups, value: Value) -> Interval | None:
     return interval(resampled(groups, value))
 
 
-def ranks(authors: Mapping[str, Groups], value: Value) -> dict[str, int]:
+def ranks(authors: Mapping[Name, Groups], value: Value) -> dict[Name, int]:
     """Rank authors below those ahead of them by more than chance."""
     drawn = {author: resampled(groups, value) for author, groups in authors.items()}
     rank = dict.fromkeys(authors, 1)

@@ -10,6 +10,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Literal, NamedTuple
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coda_agent.agent import authors, pipeline
+from coda_agent.agent.authors.claude.ladder import Ladder
+from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.events import Event, Requested, RunStarted
 from coda_agent.agent.judge.records import LEVELS, VERSIONS, JsonObject, Level, rank
 from coda_agent.agent.judgement import Gate, Machine
@@ -52,6 +55,7 @@ class Trial(Judged):
         attempts: How often a candidate was judged, up to the verdict that counts.
         roofline, of_gemm, over_compile: Geometric means over the timed cells: the roofline's time
             over ours, our speed over the bare product's, and over torch.compile's.
+        models: That the author may ask, in its order, each as often as it begins with it.
         effort, prompt: Of a model; the prompt by the first digits of its SHA-256.
         run: The run's name: `coda-agent runs RUN`.
     """
@@ -74,13 +78,15 @@ class Trial(Judged):
     of_gemm: PositiveFloat | None = None
     over_compile: PositiveFloat | None = None
     run: str
+    models: tuple[str, ...] = ()
     effort: str = ""
     prompt: str = ""
 
     @property
     def key(self) -> tuple[object, ...]:
         """Two records with one key are the same trial."""
-        return self.suite_digest, self.device, self.spec, self.author, self.trial, self.without
+        who = self.author, self.models, self.effort, self.without
+        return self.suite_digest, self.device, self.spec, self.trial, *who
 
     @property
     def counts(self) -> bool:
@@ -100,7 +106,12 @@ class Trial(Judged):
 
 @dataclass(frozen=True)
 class Task:
-    """One trial to be done; `options` is what its author is told."""
+    """One trial to be done.
+
+    Attributes:
+        options: What its author is told.
+        models: Those that it may ask.
+    """
 
     workspace: Workspace
     suite: Suite
@@ -110,12 +121,18 @@ class Task:
     device: Device
     without: tuple[str, ...] = ()
     options: authors.Options = field(default_factory=authors.Options)
+    models: tuple[str, ...] = ()
+
+    @property
+    def effort(self) -> str:
+        """How hard the models think, where there are any."""
+        return self.options.effort if self.models else ""
 
     @property
     def key(self) -> tuple[object, ...]:
         """That of its record."""
-        suite = self.suite.digest
-        return suite, self.device, self.spec, self.author, self.trial, self.without
+        who = self.author, self.models, self.effort, self.without
+        return self.suite.digest, self.device, self.spec, self.trial, *who
 
 
 @dataclass(frozen=True)
@@ -178,15 +195,23 @@ def plan(
         kind, which = authors.kind_of(name)
         count = 1 if kind.deterministic else choice.trials or suite.trials
         for author, tried in kind.tried(which, options, workspace, known).items():
-            for spec in (name for name in tried if name in specs):
-                for trial in range(1, count + 1):
-                    task = Task(workspace, suite, spec, author, trial, device, without, options)
-                    record = held.get(task.key)
-                    if record and _stands(record, specs[spec], choice.again and commit):
-                        found.done.append(record)
-                    else:
-                        found.tasks.append(task)
+            models = _models(authors.make(author, options, workspace))
+            tries = itertools.product((name for name in tried if name in specs), range(count))
+            for spec, i in tries:
+                task = Task(workspace, suite, spec, author, i + 1, device, without, options, models)
+                record = held.get(task.key)
+                if record and _stands(record, specs[spec], choice.again and commit):
+                    found.done.append(record)
+                else:
+                    found.tasks.append(task)
     return found
+
+
+def _models(author: authors.Author) -> tuple[str, ...]:
+    """Name the models that an author may ask, in its order."""
+    if isinstance(author, Ladder):
+        return tuple(model for _, model in author.talks)
+    return (author.options.model,) if isinstance(author, Claude) else ()
 
 
 def _stands(record: Trial, spec: Spec, commit: str | Literal[False]) -> bool:
@@ -313,7 +338,7 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
         goal="proved" if task.device == "cpu" else task.suite.goal,  # a CPU shows no more
         outcome=outcome, reason=" ".join(reason.split())[:400],
         program=final and final.text, attempts=final.number if final else len(state.attempts),
-        spent=state.spent, run=run, effort=str((state.options or {}).get("effort", "")),
+        spent=state.spent, run=run, models=task.models, effort=task.effort,
         prompt=next((e.digest[:12] for e in events if isinstance(e, Requested)), ""),
         versions=_versions(gates),
         roofline=timed and timed.mean("roofline"), of_gemm=timed and timed.mean("of_gemm"),

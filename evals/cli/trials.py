@@ -6,10 +6,20 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent import authors
-from coda_agent.agent.cli.authoring import BaseUrl, Effort, PriceIn, PriceOut, price_of
+from coda_agent.agent.cli.authoring import (
+    BaseUrl,
+    Effort,
+    Model,
+    Models,
+    PriceIn,
+    PriceOut,
+    Samples,
+    price_of,
+)
 from coda_agent.agent.cli.options import DeviceOption, completed
-from coda_agent.agent.cli.report import columns, quiet, reported
+from coda_agent.agent.cli.report import columns, quiet, reported, waiting
 from coda_agent.agent.device import Device
+from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tables import by_head
@@ -31,7 +41,7 @@ def run(
     suite: Annotated[
         str,
         typer.Option(
-            help="smoke, paper, catalogue, blocks, a path.",
+            help=f"{', '.join(suites.paths())}, a path.",
             autocompletion=completed(suites.paths, files=True),
         ),
     ],
@@ -54,19 +64,23 @@ def run(
         bool, typer.Option("--again", help="Try again what another commit tried.")
     ] = False,
     device: DeviceOption = "auto",
+    model: Model = None,
+    models: Models = "",
+    samples: Samples = authors.Options.samples,
     effort: Effort = "high",
     price_in: PriceIn = None,
     price_out: PriceOut = None,
     base_url: BaseUrl = "",
 ) -> Reply:
     """Try authors on a suite. What is done is kept; run it again to go on."""
-    options = authors.Options(effort=effort, price=price_of(price_in, price_out), base_url=base_url)
+    price, climbed = price_of(price_in, price_out), tuple(filter(None, models.split(",")))
+    options = authors.Options(model or "", climbed, samples, effort, price=price, base_url=base_url)
     workspace = find()
     definition = suites.load(suite, workspace.root / "evals" / "suites")
     pool = Cluster(dask, workspace.root) if dask else workers(jobs)
     where = definition.device(device, pool.gpu if isinstance(pool, Cluster) else None)
     parts = _withheld(workspace, author, without or [], where)
-    choice = trials.Choice([*dict.fromkeys(author)], count, only or (), again)
+    choice = trials.Choice(_named(author, model), count, only or (), again)
     plan = trials.plan(workspace, definition, choice, device=where, without=parts, options=options)
     left = len(plan.tasks)
 
@@ -76,14 +90,11 @@ def run(
         if not quiet():
             typer.echo(_said(task, record, left))
 
-    with pool:
+    with pool, waiting(f"{left} trials of {definition.name}"):
         made = trials.run(plan, pool, width=jobs, tell=tell)
-    found: dict[str, list[trials.Trial]] = {}
-    for record in made:
-        found.setdefault(record.author, []).append(record)
-    table = boards.table({(definition.name, where): found}) if found else []
+    ranked, text = _tables(boards.boards(workspace, definition))
     path = trials.records_of(workspace.root, definition.name)
-    return Reply({"records": path, "authors": by_head(table), "trials": made}, columns(table))
+    return Reply({"records": path, **ranked, "trials": made}, text)
 
 
 @reported()
@@ -101,15 +112,31 @@ def leaderboard(
         raise CodaError(message, hint="coda-agent eval run makes some")
     written = [boards.write(workspace.root, found)]
     written += [boards.write_html(html, found)] if html else []
-    table = boards.table(found)
-    text = "\n".join([columns(table), "", *(f"wrote {path}" for path in written)])
-    return Reply({"authors": by_head(table), "written": written}, text)
+    ranked, text = _tables(found)
+    text = "\n".join([text, "", *(f"wrote {path}" for path in written)])
+    return Reply({**ranked, "written": written}, text)
+
+
+def _tables(found: boards.Boards) -> tuple[JsonObject, str]:
+    """Show the tables as plain data, and as text those that have rows."""
+    made = boards.tables(found)
+    texts = (columns(table) for table in made.values() if table[1:])
+    return {name: by_head(table) for name, table in made.items()}, "\n\n".join(texts)
 
 
 def _said(task: trials.Task, record: trials.Trial, left: int) -> str:
     said = f": {record.reason}" if record.reason else ""
     cost = f"{record.spent.wall_s:.0f} s, {dollars(record.spent.usd)}; {left} left"
     return f"{task.author} {task.spec} {task.trial}: {record.outcome}{said} ({cost})"
+
+
+def _named(names: list[str], model: str | None) -> list[str]:
+    """List authors, each once, with the model where their names have one."""
+    spellings = {name: authors.kind_of(name)[0].spelling for name in names}
+    return [
+        f"{name}:{model}" if model and f"{name}:MODEL" in spelling else name
+        for name, spelling in spellings.items()
+    ]
 
 
 def _withheld(

@@ -1,4 +1,4 @@
-"""Tests of evals/leaderboard.py: one table of trials that count, and the committed one is theirs."""
+"""Tests of evals/leaderboard.py: who is ranked and who stands apart; the committed page is theirs."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def trial(where: Workspace, spec: str, author: str, *, speed: float = 1.0, **mor
     return Trial.model_validate({**about, "spent": spent, **more})
 
 
-def rows(where: Workspace, *records: Trial) -> list[JsonObject]:
+def rows(where: Workspace, *records: Trial, table: str = "authors") -> list[JsonObject]:
     append(records_of(where.root, "tiny"), records)
-    return by_head(leaderboard.table(leaderboard.boards(where)))
+    return by_head(leaderboard.tables(leaderboard.boards(where))[table])
 
 
 def test_authors_are_ranked_where_they_differ_by_more_than_chance(where: Workspace) -> None:
     good = [trial(where, spec, "claude:m", speed=0.9) for spec in SPECS]
     bad = [trial(where, spec, "composer", speed=0) for spec in SPECS]
-    few = [trial(where, spec, "tools:x") for spec in SPECS[:2]]
+    few = [trial(where, spec, "messages:x", models=("x",)) for spec in SPECS[:2]]
     found = rows(where, *bad, *good, *few)
-    assert [(row["author"], row["rank"]) for row in found] == [
-        ("claude:m", 1), ("tools:x", 1), ("composer", 2)
+    assert [(row["author"], row["model"], row["rank"]) for row in found] == [
+        ("claude", "m", 1), ("messages", "x", 1), ("composer", "–", 2)
     ]  # fmt: skip
     first, _, last = found
     assert first["trials"] == "7/7" and first["solved@1"] == "1.00 (1.00–1.00)"
@@ -68,30 +68,66 @@ def test_authors_are_ranked_where_they_differ_by_more_than_chance(where: Workspa
     assert (last["trials"], last["of GEMM"], last["attempts"]) == ("0/7", "–", "–")
 
 
+def test_only_what_the_composer_did_not_solve_ranks(where: Workspace) -> None:
+    """A model that solves the rest alone is ahead of one that solves all but the rest."""
+    hard, easy = SPECS[:6], SPECS[6:]
+    composer = [trial(where, spec, "composer", speed=spec in easy) for spec in SPECS]
+    adds = [trial(where, spec, "claude:m", speed=spec in hard) for spec in SPECS]
+    repeats = [trial(where, spec, "claude:n", speed=spec in (*easy, *hard[:1])) for spec in SPECS]
+    nobody = rows(where, *adds, *repeats)
+    assert {(row["rank"], row[leaderboard.GIVEN]) for row in nobody} == {("–", "–")}
+    found = {row["model"]: row for row in rows(where, *composer)}
+    assert {model: row["rank"] for model, row in found.items()} == {"m": 1, "n": 2, "–": 2}
+    assert found["m"][leaderboard.GIVEN] == "1.00 (1.00–1.00) of 6"
+    assert found["n"][leaderboard.GIVEN].startswith("0.17 (") and found["n"]["trials"] == "2/7"
+    assert found["–"][leaderboard.GIVEN] == "0.00 (0.00–0.00) of 6"
+
+
+def test_models_and_effort_make_a_row(where: Workspace) -> None:
+    climbed = {"models": ("a", "a", "b"), "effort": "low"}
+    two = [trial(where, SPECS[0], "ladder", **climbed), trial(where, SPECS[0], "ladder", models=("a",), effort="high")]  # fmt: skip
+    assert [(row["author"], row["model"]) for row in rows(where, *two)] == [
+        ("ladder", "a ×2, b, effort low"), ("ladder", "a, effort high")
+    ]  # fmt: skip
+
+
 def test_a_trial_of_another_suite_spec_or_gate_does_not_count(where: Workspace) -> None:
     spec = SPECS[0]
     others = [
-        trial(where, spec, "a", suite_digest="sha256:0"),
-        trial(where, spec, "b", spec_digest="sha256:0"),
-        trial(where, spec, "c", versions={"numerics": 1}),
-        trial(where, spec, "e", outcome="gave_up", versions={}),
+        trial(where, spec, "claude:a", suite_digest="sha256:0"),
+        trial(where, spec, "claude:b", spec_digest="sha256:0"),
+        trial(where, spec, "claude:c", versions={"numerics": 1}),
+        trial(where, spec, "claude:e", outcome="gave_up", versions={}),
     ]
-    assert [row["author"] for row in rows(where, *others, trial(where, spec, "d"))] == ["d"]
+    assert [row["model"] for row in rows(where, *others, trial(where, spec, "claude:d"))] == ["d"]
 
 
-def test_recorded_runs_are_one_author_and_what_was_withheld_makes_another(
-    where: Workspace,
-) -> None:
-    replayed = [trial(where, spec, f"replay:{spec}-1a2b") for spec in SPECS[:2]]
+def test_recorded_runs_stand_apart_by_the_name_in_the_recording(where: Workspace) -> None:
+    options = {"model": "claude-x", "models": [], "effort": "low"}
+    wrote = {"a": ("agent:claude", None), "b": ("agent:m-2", None), "c": ("claude", options)}
+    for name, (author, chosen) in wrote.items():
+        log = where.root / "logs" / "trajectories" / name / "events.jsonl"
+        log.parent.mkdir(parents=True)
+        data = {"run": name, "spec": SPECS[0], "author": author, "options": chosen}
+        line = {"seq": 0, "time": "2026-01-01T00:00:00Z", "type": "run.started", "data": data}
+        log.write_text(json.dumps(line) + "\n")
+    replayed = [trial(where, SPECS[0], f"replay:{name}") for name in (*wrote, "lost")]
+    entered = [trial(where, spec, "agent:m-2") for spec in SPECS[1:3]]
     without = trial(where, SPECS[0], "claude:m", without=("demos", "tips"))
-    assert {row["author"]: row["trials"] for row in rows(where, *replayed, without)} == {
-        "replay": "2/2", "claude:m without demos without tips": "1/1",
-    }  # fmt: skip
+    composer = [trial(where, spec, "composer", speed=0) for spec in SPECS[:2]]
+    found = rows(where, *replayed, *entered, *composer, without, table="recorded")
+    assert [(r["author"], r["model"], r["trials"], r[leaderboard.GIVEN][-4:]) for r in found] == [
+        ("agent", "m-2", "3/3", "of 2"), ("agent:claude", "not named", "1/1", "of 1"),
+        ("claude", "claude-x, effort low", "1/1", "of 1"), ("replay:lost", "not named", "1/1", "of 1"),
+    ]  # fmt: skip
+    assert "rank" not in found[0] and "USD" not in found[0]
+    ranked = {(row["author"], row["trials"]) for row in rows(where)}
+    assert ranked == {("claude without demos without tips", "1/1"), ("composer", "0/2")}
     (board,) = leaderboard.boards(where).values()
     matrix = by_head(leaderboard.matrix(board))
-    assert [row["spec"] for row in matrix] == sorted(SPECS[:2])
-    assert matrix[0]["claude:m without demos without tips"] == "–"
-    assert matrix[1]["replay"] == "1/1 1.000× GEMM"
+    assert [row["spec"] for row in matrix] == sorted(SPECS[:3])
+    assert matrix[1]["claude without demos without tips (m)"] == "–"
+    assert matrix[2]["agent:claude (not named)"] == "1/1 1.000× GEMM"
 
 
 def test_the_command_writes_the_table_and_a_page_that_escapes(where: Workspace) -> None:
@@ -100,13 +136,17 @@ def test_the_command_writes_the_table_and_a_page_that_escapes(where: Workspace) 
     result = CliRunner().invoke(app, ["eval", "leaderboard", "--html", "page.html"])
     assert result.exit_code == 0, result.output
     page = (where.root / "page.html").read_text("utf-8")
-    assert "agent:&lt;script&gt;|x" in page and "<script" not in page
-    assert r"agent:&lt;script&gt;\|x" in (where.root / leaderboard.PAGE).read_text("utf-8")
+    assert "<td>&lt;script&gt;|x" in page and "<script" not in page
+    written = (where.root / leaderboard.PAGE).read_text("utf-8")
+    assert r"| &lt;script&gt;\|x |" in written
+    assert "no trial counts: blocks, catalogue, extend, held_out, paper, smoke.\n" in written
 
 
 def test_the_committed_table_is_short_and_of_the_records(tmp_path: Path) -> None:
+    """`coda-agent eval leaderboard` writes it anew."""
     made, _ = init(tmp_path)
-    shutil.copytree(ROOT / FOLDER, made.root / FOLDER)
+    for folder in (FOLDER, Path("logs", "trajectories")):
+        shutil.copytree(ROOT / folder, made.root / folder)
     page = leaderboard.write(made.root, leaderboard.boards(made)).read_text("utf-8")
     assert page == (ROOT / leaderboard.PAGE).read_text("utf-8")
     assert page.count("\n") <= 60 and "stale" not in page

@@ -6,6 +6,7 @@ half a minute and are not what these tests are about.
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 from coda_agent.agent import authors, judge, log, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.events import AuthorStarted, Event, Judged, RunFailed, RunStarted, event_of
+from coda_agent.agent.execution import local
+from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import VERSIONS, JsonObject
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
@@ -39,6 +42,8 @@ ROOT = Path(__file__).parents[2]
 RIGHT = {
     s: (ROOT / "generated" / s / "kernel.py").read_text() for s in ("gemm_swiglu", "gemm_rope")
 }
+MAXOUT = ROOT / "tests" / "agent" / "solutions" / "gemm_maxout.py"
+ANSWERS = {**RIGHT, "gemm_maxout": MAXOUT.read_text()}
 WRONG = "import os\n" + RIGHT["gemm_swiglu"]
 SUITE = 'title = "T"\nspecs = ["gemm_swiglu", "gemm_rope"]\ngoal = "proved"\ntrials = 2\n'
 
@@ -508,20 +513,28 @@ def test_what_is_withheld_is_gone_from_prompt_and_tools(
 
 @pytest.fixture
 def model(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Server]:
-    """A model that solves its spec where it was shown demonstrations, and else gives up."""
+    """Models that solve a spec after a mistake, and give up where anything is withheld."""
     monkeypatch.undo()
     monkeypatch.setattr(judge, "judge_candidate", quick_judge)
     monkeypatch.chdir(where.root)
 
     def script(body: JsonObject, number: int) -> server.Reply:
         asked = body["messages"][0]["content"][0]["text"]
-        spec = next(name for name in RIGHT if f"name: {name}\n" in asked)
-        calls = [("write_candidate", {"text": RIGHT[spec]}), ("submit", {})]
-        if "# Demonstration:" not in asked:
-            calls = [("give_up", {"reason": "nobody showed me how"})]
-        return server.Reply([server.call(n, given, f"c{number}{n}") for n, given in calls])
+        offered = {tool["name"] for tool in body["tools"]}
+        if len(body["messages"]) == 1:
+            calls = [("write_candidate", {"text": WRONG}), ("check", {"level": "static"})]
+        elif "# Demonstration:" in asked and offered >= {
+            t for part in WITHHELD.values() for t in part
+        }:
+            spec = next(name for name in ANSWERS if f"name: {name}\n" in asked)
+            calls = [("write_candidate", {"text": ANSWERS[spec]}), ("submit", {})]
+        else:
+            calls = [("give_up", {"reason": "something was withheld"})]
+        blocks = [server.call(n, given, f"c{number}{n}") for n, given in calls]
+        return server.Reply(blocks, model=body["model"])
 
     made = server.Server(script)
+    made.model = None
     monkeypatch.setenv("ANTHROPIC_BASE_URL", made.url)
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-canary-0123456789")
     monkeypatch.setattr(KEYS, "_held", {})
@@ -530,24 +543,47 @@ def model(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made.server_close()
 
 
-def test_what_is_withheld_is_a_trial_of_its_own(
-    where: workspace.Workspace, model: server.Server
+def told_and_offered(bodies: list[JsonObject]) -> list[tuple[str, set[str]]]:
+    """What each conversation's second turn is told of its mistake, and the tools it has."""
+    turns = [body for body in bodies if len(body["messages"]) == 3]
+    texts = [json.dumps(body["messages"][-1]["content"]) for body in turns]
+    return [(t, {tool["name"] for tool in b["tools"]}) for t, b in zip(texts, turns, strict=True)]
+
+
+@pytest.mark.parametrize("part", [*WITHHELD])
+def test_an_ablation_is_one_command(
+    where: workspace.Workspace,
+    model: server.Server,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
 ) -> None:
+    if part == "tips":
+        shutil.copy(ROOT / "logs" / "tips.jsonl", where.root / "logs")
+    if part == "profile":
+        monkeypatch.setattr(local.Local, "_gpus", lambda _: [Gpu("GPU-1", "H200", "9.0", "1")])
     command = ["eval", "run", "--suite", "mine", "--author", "claude:claude-opus-5-5"]
-    command += ["--trials", "1"]
-    for options in ([], ["--without", "demos"], ["--without", "demos"]):
+    command += ["--trials", "1", "--only", "gemm_swiglu"]
+    command += ["--device", "cuda" if part == "profile" else "cpu"]
+    for options in ([], ["--without", part], ["--without", part]):
         result = CliRunner().invoke(app, [*command, *options])
         assert result.exit_code == 0, result.output
-    asked = [body["messages"][0]["content"][0]["text"] for body in model.requests()]
-    # Nothing was asked a second time.
-    assert ["# Demonstration:" in text for text in asked] == [True, True, False, False]
-    assert {(r.spec, r.without): r.outcome for r in records(where)} == {
-        ("gemm_swiglu", ()): "proved", ("gemm_rope", ()): "proved",
-        ("gemm_swiglu", ("demos",)): "gave_up", ("gemm_rope", ("demos",)): "gave_up",
-    }  # fmt: skip
-    assert all((r.spent.usd or 0) > 0 and r.spent.tokens == 150 for r in records(where))
-    assert {r.effort for r in records(where)} == {"high"}
-    assert len({r.prompt for r in records(where)}) == 4
+    whole, without = told_and_offered(model.requests())  # nothing was asked a second time
+    assert whole[1] - without[1] == set(WITHHELD[part])
+    assert ("import" in without[0]) is (part != "diagnosis") and "import" in whole[0]
+    assert {r.without: r.outcome for r in records(where)} == {(): "proved", (part,): "gave_up"}
+    for record in records(where):
+        assert (record.models, record.effort) == (("claude-opus-5-5",), "high")
+        assert (record.spent.usd or 0) > 0 and record.spent.tokens == 300
+    assert len({r.prompt for r in records(where)}) == 2
+    device = "cuda" if part == "profile" else "cpu"
+    rows = [line.split()[:3] for line in result.output.splitlines()[-2:]]  # both, to be compared
+    assert rows == [["mine", device, "claude"]] * 2 and f"claude without {part}" in result.output
+
+
+def test_what_cannot_be_withheld_is_refused(
+    where: workspace.Workspace, model: server.Server
+) -> None:
+    command = ["eval", "run", "--suite", "mine", "--author", "claude", "--device", "cpu"]
     for part, said in (
         ("tips", "has no tips to withhold"),
         ("profile", "no profile to withhold"),
@@ -555,6 +591,46 @@ def test_what_is_withheld_is_a_trial_of_its_own(
     ):
         refused = CliRunner().invoke(app, [*command, "--without", part])
         assert refused.exit_code in (2, 3) and said in refused.output
+    assert not model.bodies
+
+
+def test_a_record_names_the_models_that_were_chosen(
+    where: workspace.Workspace, model: server.Server
+) -> None:
+    """The composer refuses the spec, so that the ladder asks its first model."""
+    path = where.root / "evals" / "suites" / "mine.toml"
+    path.write_text(SUITE.replace('["gemm_swiglu", "gemm_rope"]', '["gemm_maxout"]'))
+    haiku, sonnet = "claude-haiku-5-5", "claude-sonnet-5-5"
+    command = ["eval", "run", "--suite", "mine", "--trials", "1", "--json", "--author"]
+    tried: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    for options in (
+        ["composer"],
+        ["ladder", "--models", f"{haiku},{sonnet}", "--samples", "2"],
+        ["ladder", "--model", sonnet],
+        ["claude", "--model", sonnet],
+        ["claude", "--model", sonnet, "--effort", "low"],
+    ):
+        before = len(model.bodies)
+        result = CliRunner().invoke(app, [*command, *options])
+        assert result.exit_code == 0, result.output
+        (record,) = [Trial.model_validate(r) for r in json.loads(result.stdout)["trials"]]
+        assert record.solved is (options != ["composer"])
+        who = record.author, record.models, record.effort
+        tried[who] = [body["model"] for body in model.requests()[before:]]
+    assert tried == {
+        ("composer", (), ""): [],
+        ("ladder", (haiku, haiku, sonnet, sonnet), "high"): [haiku] * 2,
+        ("ladder", (sonnet,), "high"): [sonnet] * 2,
+        (f"claude:{sonnet}", (sonnet,), "high"): [sonnet] * 2,
+        (f"claude:{sonnet}", (sonnet,), "low"): [sonnet] * 2,
+    }
+    assert {(r.author, r.models, r.effort) for r in records(where)} == set(tried)
+    table = json.loads(result.stdout)["authors"]
+    assert [(row["author"], row["model"], row["solved, given that the composer refused"][:4]) for row in table] == [
+        ("claude", f"{sonnet}, effort high", "1.00"), ("claude", f"{sonnet}, effort low", "1.00"),
+        ("composer", "–", "0.00"), ("ladder", f"{haiku} ×2, {sonnet} ×2, effort high", "1.00"),
+        ("ladder", f"{sonnet}, effort high", "1.00"),
+    ]  # fmt: skip
 
 
 def test_withholding_from_an_author_that_reads_nothing_is_refused(
@@ -573,7 +649,7 @@ def test_the_command_runs_resumes_and_sums_up(where: workspace.Workspace) -> Non
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[0].startswith("hand gemm_swiglu 1: proved (") and lines[3].endswith(" 0 left)")
-    assert lines[-1].split()[:6] == ["mine", "cpu", "hand", "1", "4/4", "1.00"]
+    assert lines[-1].split()[:8] == ["mine", "cpu", "hand", "–", "–", "–", "4/4", "1.00"]
     again = CliRunner().invoke(app, [*command, "--json"])
     (row,) = json.loads(again.stdout)["authors"]
     assert (row["trials"], row["pass@k"]) == ("4/4", "1.00 of 2")
