@@ -223,5 +223,5 @@ def default() -> str:
 def choices() -> str:
     """Who may be named, and who is where nobody is: for `--help`."""
     known = _by_precedence()
-    first = (f"; {kind.name} {need.where}" for kind in known if (need := kind.need()))
-    return f"{' or '.join(kind.name for kind in known)}{''.join(first)}."
+    first = (f"{kind.name} {need.where}" if (need := kind.need()) else kind.name for kind in known)
+    return f"{', '.join(kind.spelling for kind in kinds().values())}; else {' or '.join(first)}."

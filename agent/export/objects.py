@@ -122,7 +122,9 @@ def refuse(kernel: Kernel) -> None:
     """
     spec = kernel.spec
     if spec.layout:
-        raise CodaError(f"{spec.name} takes tensors in a layout of its own, which no export does")
+        hint = "declare A [M, K], B [N, K], [M, N], [M] and [N], as gemm_bias_act does"
+        what = "its spec declares tensors in a layout of its own"
+        raise CodaError(f"{spec.name}: {what}, which an export does not view or pack", hint=hint)
     for program in kernel.programs.values():
         kinds = (*program.operands.values(), *program.outputs.values())
         if odd := [kind.__name__ for kind in kinds if not set(kind.dims) <= _DIMS]:

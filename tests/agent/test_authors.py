@@ -71,6 +71,20 @@ def run(*args: str) -> str:
     return result.stdout
 
 
+def test_a_program_of_ones_own_is_an_author(where: workspace.Workspace) -> None:
+    text = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
+    Path("mine.py").write_text(text)
+    assert "proved, commit" in run("generate", "gemm_swiglu", "--author", "file:mine.py")
+    kernel = where.kernel("gemm_swiglu")
+    assert (kernel.text, kernel.evidence.author) == (text, "file:mine.py")
+    for name, said in (
+        ("file:other.py", "other.py cannot be read"),
+        ("file", "file:PATH, such as"),
+    ):
+        result = CliRunner().invoke(app, ["generate", "gemm_swiglu", "--author", name])
+        assert result.exit_code == 2 and said in result.output
+
+
 def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> None:
     assert "gemm_swiglu: proved, commit" in run("generate", "gemm_swiglu", "--author", "toy")
     assert where.kernel("gemm_swiglu").evidence.author == "toy"
@@ -78,7 +92,9 @@ def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> 
     assert where.kernel("gemm_rope").evidence.author == "toy"
     (item,) = (i for i in doctor.diagnose(where.root)[0] if i.name == "a toy box")
     assert (item.value, item.enables, item.hint) == ("set", "the author `toy`", "any box will do")
-    assert authors.choices().startswith("composer or ladder or toy; ladder where a key is set")
+    assert authors.choices().endswith(
+        "; else composer or ladder where a key is set or toy where there is a box."
+    )
     suite = where.root / "evals" / "suites" / "mine.toml"
     suite.parent.mkdir(parents=True)
     suite.write_text('title = "T"\nspecs = ["gemm_swiglu"]\ngoal = "proved"\ntrials = 2\n')
@@ -95,7 +111,10 @@ def test_the_first_choice_is_what_can_work_here(monkeypatch: pytest.MonkeyPatch)
     assert authors.default() == "composer"
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-canary")
     assert authors.default() == "ladder"
-    assert authors.choices() == "composer or ladder; ladder where a key is set."
+    assert authors.choices() == (
+        "composer, file:PATH, replay, claude or claude:MODEL, ladder, messages:MODEL; "
+        "else composer or ladder where a key is set."
+    )
 
 
 def test_a_recorded_run_is_an_author_by_name() -> None:
