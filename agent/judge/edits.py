@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from coda_agent.agent.judge.replaying import INFIX, SIGNS, Reading, Replay, shown
-from coda_agent.primitives.graph import Node
+from coda_agent.agent.judge.replaying import INFIX, SIGNS, Reading, Replay, expression, shown
+from coda_agent.primitives.graph import Graph, Node
 from coda_agent.primitives.operation import GROUPS, OPS
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
@@ -113,6 +114,7 @@ def dropped(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
                 fault = "constant_factor"
             said = "enters twice" if fault == "doubled_operand" else "is too much"
             text = f"`{what}` {said} in `{graph.text(i)}`: `{graph.text(a)}` is due"
+            text += ", or a number too small to show" * (other.op == "const" and n.op == "add")
             yield Edit(fault, text, lambda v, i=i, a=a: {i: a})
 
 
@@ -174,12 +176,20 @@ def moved(
                 at = _at(place)
                 if at == i or j == w or at in graph.below(w):
                     continue
-                due = f"{graph.text(j)} {INFIX[n.op]} {graph.text(w)}"
+                due = f"{_left(graph, j, i, n.args[1 - k])} {INFIX[n.op]} {graph.text(w)}"
                 if due == graph.text(i):  # outside of a choice, it may be: no sentence says it
                     continue
                 text = f"`{graph.text(w)}` stands in the wrong place: "
                 text += f"not in `{graph.text(i)}`, but `{due}`{graph.use(place)}"
                 yield Edit("misplaced", text, _move(graph, i, k, place, j))
+
+
+def _left(graph: Reading, j: int, i: int, by: int) -> str:
+    """Write a node with another in the place of node `i`."""
+    if i == j or i not in graph.below(j):
+        return graph.text(by if i == j else j)
+    nodes = [replace(n, args=tuple(by if a == i else a for a in n.args)) for n in graph.nodes]
+    return expression(Graph(nodes, {}), j)
 
 
 def _move(graph: Reading, i: int, k: int, place: Any, j: int) -> Callable[[Values], Changes]:
