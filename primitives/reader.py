@@ -339,6 +339,6 @@ def _bounded(node: ast.expr, value: Any) -> object:
     """Refuse a literal beyond float32, and whole numbers that grow without end."""
     if isinstance(value, int) or isinstance(node, ast.Constant):
         if not abs(value) <= _MAX_NUMBER:
-            hint = f"at most {_MAX_NUMBER} in size"
+            hint = f"at most {_MAX_NUMBER} in size; minus infinity is log(0.0)"
             raise _Refusal(node, "constant is beyond float32", hint)
     return value
