@@ -33,7 +33,8 @@ class Call:
     Attributes:
         run: The run to go on with, as `runs.find` takes it; else the one that is open.
         spec: Opens a run of this spec, unless `run` is one that goes on.
-        author, device, commit: Of a run that is opened.
+        author, device: Of a run that is opened.
+        commit: Whether this call, or a run that it opens, commits what passes.
     """
 
     tool: str
@@ -128,6 +129,7 @@ def _opened(
     else:
         opened = pipeline.reopened(workspace, run, observer)
     with opened as bench:
+        bench.state.commits &= call.commit
         if begun := bench.state.begun:
             bench.refuse(begun.id, begun.name, INTERRUPTED)
         yield bench

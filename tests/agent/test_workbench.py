@@ -503,6 +503,13 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
     assert runs.find(where, "last").id == started  # and no replay
     assert max(map(len, shown.splitlines())) <= 100
 
+    head = where.git("rev-parse", "HEAD")
+    (where.root / "mine.py").write_text(RIGHT + "\n# another text\n")
+    run("tool", "read_spec", "--spec", "gemm_swiglu", "--device", "cpu")
+    run("tool", "write_candidate", "text=@mine.py")
+    assert run("tool", "submit", "--no-commit")["data"]["passed"]  # of a run that commits else
+    assert where.git("rev-parse", "HEAD") == head
+
 
 def run_tool(*args: str) -> tuple[int, str]:
     """Exit code of `coda-agent tool` and all it printed."""

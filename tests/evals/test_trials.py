@@ -482,7 +482,9 @@ def test_replay_stands_for_the_recorded_runs_of_a_suites_specs() -> None:
     names = {name for name in names if name.rpartition("-")[0] in paper}
     assert set(found) == {f"replay:{name}" for name in names}
     assert found["replay:gemm_rope-5f11"] == ["gemm_rope"]
-    with pytest.raises(CodaError, match="unknown author 'me', expected composer, replay"):
+    with pytest.raises(
+        CodaError, match="unknown author 'me', expected composer, file:PATH, replay"
+    ):
         authors.make("me", options, here)
 
 

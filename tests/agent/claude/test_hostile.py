@@ -258,7 +258,7 @@ def test_the_question_about_the_model_is_under_the_same_policy(
 def test_a_server_that_is_not_there_is_named(
     where: Workspace, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ANTHROPIC_API_KEY", "k")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-nobody")
     monkeypatch.setenv("ANTHROPIC_BASE_URL", "http://127.0.0.1:9")
     with pytest.raises(Stopped, match=r"http://127\.0\.0\.1:9: .*refused"):
         generate(where, author(clock=clock, sleep=clock.sleep))
