@@ -133,7 +133,7 @@ def greater(x: Term, y: Term) -> torch.Tensor:
 
 @elementwise(comparison("OGE"), derivative=_flat, edge=_condition)
 def greater_equal(x: Term, y: Term) -> torch.Tensor:
-    """1 where x >= y, else 0, for NaN too."""
+    """1 where x >= y, else 0, for NaN too; `1 - greater_equal(y, x)` is x > y or NaN."""
     x, y = as_tensors(x, y)
     return (x >= y).to(x.dtype)
 

@@ -324,7 +324,7 @@ def _labelled(finding: Finding, label: str, seed: int) -> Finding:
 def _said(o: str, label: str, seen: Diagnosis) -> str:
     got, expected = seen.where["got"], seen.where["expected"]
     off = abs(got - expected) / max(abs(expected), LEAST)
-    much = f", off by {off:.2g} of it" if math.isfinite(off) else ""
+    much = f", off by {off:.2g} of it" if expected and math.isfinite(off) else ""
     case = f" ({label})" if label else ""
     return (
         f"{o} is another function of the inputs{case}: before any rounding it is {got:.9g} "

@@ -134,7 +134,8 @@ def _figures(report: object) -> Iterator[str]:
         case NumericsReport(ran=ran, worst=worst, refused_tiles=refused, approximated=near):
             yield f"by the {ran}"
             for program, error in worst.items():
-                yield f"{program}: {error.ratio:.2f} of the bound ({error.output})"
+                where = f" ({error.output})" if error.output else ""
+                yield f"{program}: {error.ratio:.2f} of the bound{where}"
             for output, off in (near or {}).items():
                 yield f"{output} is approximated, to {off:.1g} of an element"
             if refused:
