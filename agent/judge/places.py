@@ -64,7 +64,7 @@ def place_cases(spec: Spec, program: Program, binding: Mapping[str, str]) -> Ite
     if asks and len(spec.dims) == 3:
         if uniform(spec, binding):
             corners = {(_down(r, _STEP), _down(c, _ROLLED)) for r, c in witnesses(graph)}
-        elif uniform(spec, binding, diagonally=True):
+        elif {"row", "column"} in _kinds(graph) and uniform(spec, binding, diagonally=True):
             corners = {(_down(x, _ROLLED),) * 2 for x in numbers}
     for row, column in sorted(corners - {(0, 0)}):
         label = f"from row {row} and column {column} on"
@@ -205,7 +205,9 @@ def uniform(spec: Spec, binding: Mapping[str, str], *, diagonally: bool = False)
     truth = run_reference(spec, inputs, binding=binding, exact=True)
     ways = [{m: sizes[m] // 2}, {n: _ROLLED}]
     if diagonally:
-        if sizes[m] <= _ROLLED or any(x.ndim != 2 for x in truth.values()):
+        # Of few columns what is left of them may be alike by chance; and there are none further out.
+        fixed = spec.dims[m].only or spec.dims[n].only
+        if fixed or sizes[m] <= _ROLLED or any(x.ndim != 2 for x in truth.values()):
             return False
         ways = [{m: _ROLLED, n: _ROLLED}]
     for shifts in ways:

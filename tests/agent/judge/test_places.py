@@ -105,6 +105,18 @@ def test_a_window_is_looked_at_along_the_diagonal() -> None:
     assert "from row 2048 and column 2048 on" in message
 
 
+def test_thirds_of_a_fixed_number_of_columns_are_no_window() -> None:
+    """The first third and the last are alike, and 256 columns apart."""
+    made = spec(
+        "a, b, c = (A @ B.T).float().split([128, 128, 128], -1); "
+        "return {'O': torch.cat((a, 1 + b, c), -1).to(torch.bfloat16)}",
+        name="k",
+        header="types: {T: [bfloat16]}\ndims: {M: {}, N: {only: 384}, K: {multiple_of: 8}}\n"
+        "check_shapes: [{M: 33, N: 384, K: 16}]\n",
+    )
+    assert not uniform(made, {}, diagonally=True)
+
+
 def test_columns_of_a_spec_with_targets_are_looked_at_further_out() -> None:
     made = spec_of(
         "return {'s': (z * r).sum(-1), 't': z.gather(1, y[:, None].long())[:, 0]}",
