@@ -205,7 +205,7 @@ def uniform(spec: Spec, binding: Mapping[str, str], *, diagonally: bool = False)
     truth = run_reference(spec, inputs, binding=binding, exact=True)
     ways = [{m: sizes[m] // 2}, {n: _ROLLED}]
     if diagonally:
-        # Of few columns what is left of them may be alike by chance; and there are none further out.
+        # What is left of few columns may be alike by chance, and there are none further out.
         fixed = spec.dims[m].only or spec.dims[n].only
         if fixed or sizes[m] <= _ROLLED or any(x.ndim != 2 for x in truth.values()):
             return False
