@@ -80,10 +80,10 @@ def generate(
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
     if not 0 <= tip_holdout <= 1:
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
-    climbed = tuple(filter(None, map(str.strip, models.split(","))))
     options = authors.Options(
-        model or "", climbed, samples, effort, fallback_model, price, budget, tip_holdout, base_url
-    )
+        model or "", models_of(models), samples, effort, fallback_model, price, budget,
+        tip_holdout, base_url,
+    )  # fmt: skip
     who = _made(author or authors.default(), options, workspace)
     if max_usd is not None and not who.in_dollars:
         hint = "give --price-in and --price-out, or --limit tokens=N instead"
@@ -177,6 +177,11 @@ def mcp(
         return Reply(None, installed(install, workspace))
     serve(Connection(workspace, device, commit=not no_commit, calls=Calls()))
     return Reply(None)
+
+
+def models_of(text: str) -> tuple[str, ...]:
+    """Read --models: names apart by commas."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def price_of(price_in: float | None, price_out: float | None) -> Price | None:

@@ -218,6 +218,7 @@ class _Sample:
         for o, out, expected in self.apart():
             # Of what is an approximation in an earlier draw no excuse is looked for: they are slow.
             if self._place(o) in self.near and self._within(o, out, expected):
+                self._keep(o, out, expected)
                 continue
             excuses = Roundings(self.variant, self.inputs, o, out)
             for probes, share in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
@@ -239,14 +240,13 @@ class _Sample:
 
         One draw is asked for the mistake; what is as near in the others is the same.
         """
-        key, (share, least) = self._place(o), _tolerance(self.variant.spec, o)
         if not self._within(o, out, expected):  # beside a sum that cancels, no share is small
             generator = torch.Generator().manual_seed(self.seed)
             near = (around(self.inputs, generator, _APPROXIMATE[4]) for _ in range(_PROBES))
             moved = largest_change(expected, [self.variant.reference(x)[o] for x in near])
-            if differs(out, expected, share * expected.abs() + least + moved).any():
+            if not self._within(o, out, expected, moved):
                 return False
-        if key not in self.near:
+        if self._place(o) not in self.near:
             others = [(x, self.variant.reference(x)[o]) for x in self._others()]
             found = mistake(self.variant, o, [(self.inputs, expected), *others])
             if found and found.fault not in _NO_MISTAKES:
@@ -254,14 +254,12 @@ class _Sample:
         self._keep(o, out, expected)
         return True
 
-    def _within(self, o: str, out: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether an output is as near as an approximation may be; keep what it is off."""
+    def _within(
+        self, o: str, out: torch.Tensor, expected: torch.Tensor, moved: torch.Tensor | float = 0.0
+    ) -> bool:
+        """Whether an output is as near as an approximation may be, beside what has `moved` it."""
         share, least = _tolerance(self.variant.spec, o)
-        if differs(out, expected, share * expected.abs() + least).any():
-            return False
-        if self._place(o) in self.near:
-            self._keep(o, out, expected)
-        return True
+        return not differs(out, expected, share * expected.abs() + least + moved).any()
 
     def _keep(self, o: str, out: torch.Tensor, expected: torch.Tensor) -> None:
         """Keep the most that an approximation is off, as a share."""

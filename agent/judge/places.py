@@ -217,9 +217,10 @@ def uniform(spec: Spec, binding: Mapping[str, str], *, diagonally: bool = False)
         for o, due in _rolled(spec, binding, truth, parts).items():
             same = (again[o] - due).abs() <= 1e-9 * due.abs() + 1e-290
             same |= ~due.isfinite()
-            # What goes around meets others than it met.
-            first = [int(part * x) for part, x in zip(parts.values(), due.shape, strict=False)]
-            if not bool((same[first[0] :, first[1] :] if diagonally else same).all()):
+            if diagonally:  # what goes around meets others than it met
+                row, column = (int(p * x) for p, x in zip(parts.values(), due.shape, strict=True))
+                same = same[row:, column:]
+            if not bool(same.all()):
                 return False
     return True
 

@@ -14,6 +14,7 @@ from coda_agent.agent.cli.authoring import (
     PriceIn,
     PriceOut,
     Samples,
+    models_of,
     price_of,
 )
 from coda_agent.agent.cli.options import DeviceOption, completed
@@ -73,7 +74,7 @@ def run(
     base_url: BaseUrl = "",
 ) -> Reply:
     """Try authors on a suite. What is done is kept; run it again to go on."""
-    price, climbed = price_of(price_in, price_out), tuple(filter(None, models.split(",")))
+    price, climbed = price_of(price_in, price_out), models_of(models)
     options = authors.Options(model or "", climbed, samples, effort, price=price, base_url=base_url)
     workspace = find()
     definition = suites.load(suite, workspace.root / "evals" / "suites")
