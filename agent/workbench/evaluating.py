@@ -95,9 +95,8 @@ def inputs_of(
     known = ["acc", *(x for x in inputs if x not in (a, b))]
     if unknown := sorted(set(values) - set(known)):
         raise ToolError(f"no operand named {unknown[0]!r}", hint=f"there are {', '.join(known)}")
-    if "acc" in values:  # A of the wanted product and B = 1 give it
-        acc = inputs[a] @ inputs[b].mT
-        inputs[a], inputs[b] = acc, torch.eye(acc.shape[1], dtype=torch.float64)
+    if "acc" in values:  # A of the wanted product and B = 1 give it, as below
+        inputs[a] = inputs[a] @ inputs[b].mT
     for x, given in values.items():
         row = torch.tensor(given if isinstance(given, list) else [given], dtype=torch.float64)
         old = inputs[a if x == "acc" else x]
@@ -107,6 +106,11 @@ def inputs_of(
         of_columns = old.ndim == 2 or len(old) == len(inputs[b])
         place = old[0] if old.ndim == 2 else old if of_columns else old[:1]
         place.copy_(row.repeat(-(-len(place) // len(row)))[: len(place)])
+    if "acc" in values:  # an infinity is B's, in every row: 0 times one in A is NaN
+        row = inputs[a][0]
+        finite = row.float().isfinite()
+        inputs[b] = torch.diag(row.masked_fill(finite, 1.0))
+        inputs[a] = inputs[a].where(finite, 1.0)
     return inputs
 
 
@@ -180,6 +184,7 @@ def _places(
     off = torch.zeros_like(value)
     if truth is not None:
         off = (value - truth).abs() / truth.abs().clamp_min(1e-290)
+        off[(value == truth) | (value.isnan() & truth.isnan())] = 0.0  # two infinities give NaN
     worst = off.nan_to_num(torch.inf).flatten().topk(min(SHOWN // 2, off.numel())).indices.tolist()
     places = [*worst, *range(min(SHOWN, off.numel()))]
     width = value.shape[-1]

@@ -24,7 +24,10 @@ def evaluate(
     ] = None,
     values: Annotated[
         dict[str, float | list[float]] | None,
-        told("Numbers of the first row by name, acc among them; what is absent is drawn."),
+        told(
+            "Numbers of the first row by name, acc among them (an infinite one: of all rows); what "
+            "is absent is drawn."
+        ),
     ] = None,
     failing: Annotated[bool, told("On the case in which the last check failed.")] = False,
     against: Annotated[int | None, told("Number of an attempt to show beside it.")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,22 @@ def test_the_candidate_on_given_numbers(bench: Workbench) -> None:
     assert numbers(half, "candidate") == pytest.approx((gate.sigmoid() * up).tolist(), 1e-5)
     assert "acc (1, 2)" in half and "acc (-3, 0.5)" in half
     assert numbers(text[: text.index("\nO (")], "reference D") == acc
+
+
+def test_infinities_and_nan_are_shown_as_they_are(bench: Workbench) -> None:
+    say(bench, "write_candidate", text=HEAD + RIGHT)
+    acc = [math.inf, 1.0, -math.inf, 2.0, math.nan, 3.0, 1e39, 1.0]
+    whole, _, half = say(bench, "evaluate", values={"acc": acc}).partition("\nO (")
+    shown = ["inf", "1", "-inf", "2", "nan", "3", "1e+39", "1"]
+    assert re.findall(r"candidate (\S+) ", whole) == shown
+    assert re.findall(r"reference D (\S+);", whole) == shown
+    assert re.findall(r"stored (\S+)\)", whole) == [x.replace("1e+39", "inf") for x in shown]
+    assert re.findall(r"candidate (\S+) ", half) == ["inf", "nan", "nan", "1e+39"]
+    inputs = inputs_of(bench.spec, {}, {"acc": [math.inf, *[1.0] * 400]}, None)
+    half_more = read_programs(HEAD + RIGHT.replace('"D": acc', '"D": acc * 1.5'))
+    found = table(bench.spec, {}, half_more, inputs)
+    places = re.findall(r"\[\d+, (\d+)\]", found)
+    assert places[0] != "0"  # equal infinities are not what differs most
 
 
 def test_an_expression_and_an_earlier_attempt(bench: Workbench) -> None:
