@@ -99,12 +99,21 @@ def meaning_fault(
     Returns:
         A finding that names the set; None where there is none.
     """
+    found = first_fault(spec, program, binding, seed, approximated)
+    return found and found[0]
+
+
+def first_fault(
+    spec: Spec, program: Program, binding: Mapping[str, str], seed: int,
+    approximated: dict[str, float] | None = None,
+) -> tuple[Finding, Inputs] | None:  # fmt: skip
+    """Find what `meaning_fault` does, and the inputs, which follow from the seed."""
     meant = dataclasses.replace(program, graph=_unrounded(spec, program))
     near = {} if approximated is None else approximated
     for fault, inputs in _faults(Variant(spec, meant, binding), seed, near):
         (rows, inner), columns = (inputs[name].shape for name in spec.gemm)
         sizes = dict(zip(spec.gemm_dims, (rows, columns[0], inner), strict=True))
-        return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}})
+        return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}}), inputs
     return None
 
 

@@ -1,7 +1,7 @@
 """Programs on a few numbers, beside the reference in float64.
 
 A program is that of the candidate, of an earlier attempt, or of an expression. Its graph is
-replayed. The numbers are given ones, a draw of the spec, or those on which the last check failed.
+replayed. The numbers are given ones, a draw of the spec, or those on which the check failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from coda_agent import primitives
 from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.diagnosis import read_at
-from coda_agent.agent.judge.draws import draws
+from coda_agent.agent.judge.meaning import first_fault
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import interpreted, replayed
@@ -74,16 +74,14 @@ def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
 
 def inputs_of(
     spec: Spec, binding: Mapping[str, str], values: Mapping[str, float | list[float]],
-    failing: Finding | None,
+    drawn: Inputs | None = None,
 ) -> Inputs:  # fmt: skip
-    """Take a failing case's inputs, or a draw, with given values.
+    """Take a draw, by default one of the spec's own, with given values.
 
     Raises:
-        ToolError: a value for what is no operand, or the finding has no case.
+        ToolError: a value for what is no operand.
     """
-    if failing is not None:
-        drawn = _failed(spec, binding, failing)
-    else:
+    if drawn is None:
         drawn = draw_inputs(
             spec, base_shape(spec), spec.default_types(), seed=_SEED, binding=binding
         )
@@ -114,15 +112,26 @@ def inputs_of(
     return inputs
 
 
-def _failed(spec: Spec, binding: Mapping[str, str], finding: Finding) -> Inputs:
-    where = finding.where
+def failing_inputs(spec: Spec, binding: Mapping[str, str], text: str, finding: Finding) -> Inputs:
+    """Draw again the inputs on which a candidate of this text failed.
+
+    Raises:
+        ToolError: it failed on none that can be shown, or another program did.
+    """
+    where, hint = finding.where, "leave `failing` out"
     if "seed" not in where:
-        raise ToolError("the last check failed on no numbers", hint="leave `failing` out")
+        raise ToolError("the check failed on no numbers", hint=hint)
+    if (name := spec.variant(binding)) != where["program"]:
+        raise ToolError(f"the check failed in {where['program']}, not in {name}", hint=hint)
     seed, label = where["seed"], where.get("case", "")
-    if "dtype" not in where:
-        return next(x for name, x in draws(spec, binding, seed) if name == label)
-    cases = make_cases(spec, binding, where["dtype"], "cpu", seed)
-    return next(c for c in cases if c.label == label and dict(c.sizes) == where["sizes"]).inputs
+    if "dtype" in where:
+        cases = make_cases(spec, binding, where["dtype"], "cpu", seed)
+        return next(c for c in cases if c.label == label and dict(c.sizes) == where["sizes"]).inputs
+    found = first_fault(spec, read_programs(text)[name], binding, seed)
+    if not found or label.startswith("from row"):
+        at = f": {label}" if label else ""
+        raise ToolError(f"what the check failed on cannot be drawn again{at}", hint=hint)
+    return found[1]
 
 
 def table(
