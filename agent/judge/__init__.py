@@ -111,12 +111,9 @@ def verdict_of(walk: Walk) -> Verdict:
         newer = " and ".join(NEWER)
         missing.append(f"that it compiles for {newer}: `coda-agent generate` shows it")
     elif "compile" in ran:
-        missing += [
-            f"that {name} compiles for {arch}: no kernel there has statistics of groups"
-            for name, program in walk.programs.items()
-            for arch in NEWER
-            if not carries(program, arch)
-        ]
+        why = "no kernel there has statistics of groups"
+        lost = [(p.name, a) for p in walk.programs.values() for a in NEWER if not carries(p, a)]
+        missing += [f"that {name} compiles for {arch}: {why}" for name, arch in lost]
     missing += [
         f"that it compiles for {kernel.arch}: {kernel.error}"
         for result in walk.results

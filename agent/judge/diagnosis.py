@@ -162,9 +162,8 @@ def diagnose(about: WrongOutput, again: torch.Tensor) -> Diagnosis:
     if nan.any() and not about.exact:
         text = f"{about.region(nan)} is NaN or was never written"
         return _answer(about, "unwritten", text, nan)
-    text, beyond = about.beyond()
-    if beyond.any():
-        return _answer(about, "not_finite", text, beyond)
+    if (beyond := about.beyond())[1].any():
+        return _answer(about, "not_finite", *beyond)
     lost = ~truth.isfinite() & ~((out == truth) | out.isnan())
     if lost.any():
         text = "NaN or an infinity of the inputs does not reach it"

@@ -277,8 +277,7 @@ class TileCheck:
         else:
             m, n = self.config.tile_m, self.config.tile_n
             tile = (n, m) if self.config.swap_ab else (m, n)
-            # What is not compared is no fault, and nothing that a fault explains.
-            one, two = (self._judged(case, o, run).to(run.dtype) for run in runs)
+            one, two = (self._judged(case, o, x).to(x.dtype) for x in runs)  # what is compared
             seen = diagnose_stored(self.variant, case, o, (one, two), tile)
             said += seen.text
             where |= seen.where

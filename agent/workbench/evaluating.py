@@ -16,7 +16,7 @@ import torch
 from coda_agent import primitives
 from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.diagnosis import read_at
-from coda_agent.agent.judge.meaning import first_fault
+from coda_agent.agent.judge.meaning import meaning_fault
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import interpreted, replayed
@@ -105,8 +105,7 @@ def inputs_of(
         place = old[0] if old.ndim == 2 else old if of_columns else old[:1]
         place.copy_(row.repeat(-(-len(place) // len(row)))[: len(place)])
     if "acc" in values:  # an infinity is B's, in every row: 0 times one in A is NaN
-        row = inputs[a][0]
-        finite = row.float().isfinite()
+        row, finite = inputs[a][0], inputs[a][0].float().isfinite()
         inputs[b] = torch.diag(row.masked_fill(finite, 1.0))
         inputs[a] = inputs[a].where(finite, 1.0)
     return inputs
@@ -116,21 +115,18 @@ def failing_inputs(spec: Spec, binding: Mapping[str, str], text: str, finding: F
     """Draw again the inputs on which a candidate of this text failed.
 
     Raises:
-        ToolError: it failed on none that can be shown, or another program did.
+        ToolError: it failed on none that can be shown.
     """
     where, hint = finding.where, "leave `failing` out"
     if "seed" not in where:
         raise ToolError("the check failed on no numbers", hint=hint)
-    if (name := spec.variant(binding)) != where["program"]:
-        raise ToolError(f"the check failed in {where['program']}, not in {name}", hint=hint)
     seed, label = where["seed"], where.get("case", "")
     if "dtype" in where:
         cases = make_cases(spec, binding, where["dtype"], "cpu", seed)
         return next(c for c in cases if c.label == label and dict(c.sizes) == where["sizes"]).inputs
-    found = first_fault(spec, read_programs(text)[name], binding, seed)
+    found = meaning_fault(spec, read_programs(text)[spec.variant(binding)], binding, seed)
     if not found or label.startswith("from row"):
-        at = f": {label}" if label else ""
-        raise ToolError(f"what the check failed on cannot be drawn again{at}", hint=hint)
+        raise ToolError(f"what failed {label or 'then'} is not drawn again", hint=hint)
     return found[1]
 
 

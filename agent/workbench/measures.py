@@ -25,10 +25,7 @@ def evaluate(
     ] = None,
     values: Annotated[
         dict[str, float | list[float]] | None,
-        told(
-            "Numbers of the first row by name, acc among them (an infinite one: of all rows); what "
-            "is absent is drawn."
-        ),
+        told("Numbers of the first row by name, such as acc (infinite: of all rows); else drawn."),
     ] = None,
     failing: Annotated[bool, told("On the case in which a check failed.")] = False,
     against: Annotated[int | None, told("Number of an attempt to show beside it.")] = None,
@@ -42,7 +39,7 @@ def evaluate(
     names = {bench.spec.variant(b): b for b in bench.spec.bindings()}
     failed = _failed(bench) if failing else None
     where = failed[1].where if failed else {}
-    name = program or where.get("program") or next(iter(names))
+    name = where.get("program") or program or next(iter(names))
     binding, values = pick(names, name, "program"), values or {}
     found = written(bench.spec, binding, expression) if expression else None
     programs = {"expression": found} if found else {}
@@ -58,10 +55,8 @@ def evaluate(
         given = max((len(v) if isinstance(v, list) else 1 for v in values.values()), default=0)
         element = str(where.get("dtype", ""))
         text = table(bench.spec, binding, programs, inputs, given=given, element=element)
-    if failed:
-        case = f" ({where['case']})" if where.get("case") else ""
-        text = f"where attempt {failed[0].number} failed{case}:\n{text}"
-    return Result(text=text)
+    head = f"where attempt {failed[0].number} failed, {name}:\n" if failed else ""
+    return Result(text=head + text)
 
 
 @tool(reads=True)
@@ -147,8 +142,7 @@ def _failed(bench: Workbench) -> tuple[Attempt, Finding]:
     attempts = bench.state.attempts
     own = [a for a in attempts if a.text == bench.state.candidate and not a.passed]
     for attempt in (own or attempts)[-1:]:
-        gates = bench.verdict_of(attempt).gates
-        if found := next((f for gate in gates for f in gate.findings), None):
+        if found := next((f for g in bench.verdict_of(attempt).gates for f in g.findings), None):
             return attempt, found
     said = f"attempt {attempts[-1].number} passed" if attempts else "nothing was checked yet"
     raise ToolError(f"there is no failing case: {said}", hint="leave `failing` out")

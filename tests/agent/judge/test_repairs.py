@@ -132,6 +132,6 @@ def test_a_sample_of_the_set_is_named() -> None:
     for m in every[::8]:
         found = meaning_fault(m.wrong.spec, m.wrong.program, m.wrong.binding, 1)
         assert found is not None
-        said = found.message.rpartition("; ")[2]
-        named += found.where["fault"] in m.faults and re.search(m.says, said) is not None
+        said = found[0].message.rpartition("; ")[2]
+        named += found[0].where["fault"] in m.faults and re.search(m.says, said) is not None
     assert named >= len(every[::8]) - 1

@@ -89,7 +89,7 @@ def test_an_expression_and_an_earlier_attempt(bench: Workbench) -> None:
     assert len(said) <= LIMIT
     say(bench, "write_candidate", text=HEAD + RIGHT)
     text = say(bench, "evaluate", against=1, failing=True)
-    assert text.startswith("where attempt 1 failed:\nD (")
+    assert text.startswith("where attempt 1 failed, gemm_swiglu:\nD (")
     half = text[text.index("\nO (") :]
     truth = numbers(half, "reference O")
     assert numbers(half, "candidate") == pytest.approx(truth, rel=1e-5)
