@@ -22,7 +22,7 @@ EXAMPLES = {
     "prompt": "prompt gemm_rope --cost",
     "tool": "tool check level=interpret",
     "mcp": "mcp --install claude",
-    "skill": "skill --out .agents/skills/coda-agent",
+    "skill": "skill --out .claude/skills/coda-agent",
     "eval run": "eval run --suite smoke --author composer",
     "eval leaderboard": "eval leaderboard --html leaderboard.html",
     "eval judge": "eval judge mutants --count 20",

@@ -57,7 +57,9 @@ def export(
 
 @reported()
 def skill(
-    out: Annotated[Path, typer.Option(help="The skill's folder, whose name is the skill's.")],
+    out: Annotated[
+        Path, typer.Option(help="The skill's folder, whose name is the skill's.")
+    ] = Path(".agents/skills/coda-agent"),
 ) -> Reply:
     """Write an agent skill: how to write specs and programs, with every demonstration."""
     paths = skills.write(out)

@@ -5,7 +5,7 @@ prints goes to a third pipe, whose last lines are kept for the error message.
 
 A child leads a group of processes, its compilers among them. `close()` kills the group; where the
 process that started it was killed instead, the child notices that nobody can send jobs any more,
-and kills the group itself.
+and kills the group itself. Its scratch folder goes with it either way.
 
 A child can be a fork of another one, which has imported what takes seconds: it opens the fork's
 pipes, and says how the fork ended.
@@ -35,14 +35,14 @@ from coda_agent.agent.judge.records import JsonObject
 
 START_TIMEOUT_S = 120.0  # imports: 5 s alone, 20 s on a loaded machine
 MAX_LOG_BYTES = 4000
+_SCRATCH = "coda-agent-"
 _PASSED = (
     "PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME",
     "CUDA_PATH", "QUACK_CACHE_DIR", "XDG_CACHE_HOME",
 )  # fmt: skip
 _LENGTH = struct.Struct(">Q")
 _FORK, _WAIT, _WAIT_S = "fork", "wait", 10.0
-"""Jobs of a child that others are forks of: by the pipes of a new one, and by the number of one
-that ends."""
+"""Jobs of a child that others are forks of: the pipes of a new one, the number of one that ends."""
 
 
 class ChildError(Exception):
@@ -133,7 +133,7 @@ class Child:
             self._results, out = os.pipe()
             self._output, log = os.pipe()
             os.set_blocking(self._jobs, False)
-            self._scratch = tempfile.mkdtemp(prefix="coda-agent-")
+            self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
             command = [*self._prefix, sys.executable, "-P", "-m", self._module, str(out)]
             if self._confine:
                 command = confined(command, self._scratch)
@@ -394,4 +394,7 @@ def _end_with_parent(jobs: int) -> None:
     poll = select.poll()
     poll.register(jobs, 0)
     poll.poll()
+    if (scratch := Path(os.environ.get("TMPDIR", "/"))).name.startswith(_SCRATCH):
+        with contextlib.suppress(OSError):  # whoever would have removed it is gone
+            subprocess.Popen(["rm", "-rf", scratch], start_new_session=True)
     os.kill(0, signal.SIGKILL)

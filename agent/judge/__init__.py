@@ -11,7 +11,7 @@ from coda_agent.agent.judge.records import CompileReport, Finding, Level, Observ
 from coda_agent.agent.judge.verdict import GateResult, Verdict
 from coda_agent.agent.judge.walk import Terms, Walk
 from coda_agent.primitives.errors import CompileError
-from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import TileConfig, carries
 from coda_agent.specs import Spec
 
 __all__ = ["Finding", "GateResult", "Level", "Observer", "Terms", "Verdict", "judge_candidate"]
@@ -110,6 +110,10 @@ def verdict_of(walk: Walk) -> Verdict:
     if "compile" in ran and not walk.terms.whole:
         newer = " and ".join(NEWER)
         missing.append(f"that it compiles for {newer}: `coda-agent generate` shows it")
+    elif "compile" in ran:
+        why = "no kernel there has statistics of groups"
+        lost = [(p.name, a) for p in walk.programs.values() for a in NEWER if not carries(p, a)]
+        missing += [f"that {name} compiles for {arch}: {why}" for name, arch in lost]
     missing += [
         f"that it compiles for {kernel.arch}: {kernel.error}"
         for result in walk.results

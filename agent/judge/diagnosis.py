@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge import repairs
 from coda_agent.agent.judge.approximation import approximation
 from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.agent.judge.replaying import Mistake, is_small, lost_digits
+from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.suspects import Suspect, counterfactual, structural
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.agent.judge.wrong_output import Origin, WrongOutput, is_paired
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 FAULTS = {
     "race": "differs between two runs",
     "unwritten": "a region never written, or stale",
+    "not_finite": "NaN or an infinity where a number is due",
     "constant_factor": "a constant factor, or sign, on the output or on one term",
     "swapped_pair": "even and odd columns swapped",
     "shifted_pair": "columns shifted by one, or by one pair",
@@ -98,6 +100,7 @@ def diagnose_meaning(
     seen = diagnose(wrong, wrong.out)
     if seen.fault == "wrong_function":
         found = approximation(variant, o, inputs, out, truth)
+        seen = replace(seen, text=repairs.sided(variant, o, inputs, truth) or seen.text)
     return _named(wrong, found) if found else seen
 
 
@@ -118,6 +121,10 @@ def diagnose_stored(
     origin = _origin(variant, case.inputs, o)
     wrong = WrongOutput(out, truth, origin, tile, case.allowed.get(o))
     seen = diagnose(wrong, runs[1])
+    if seen.fault == "unwritten" and bool((nan := wrong.out.isnan()).any()):
+        own = replayed(variant.spec, variant.program, case.inputs)[o].reshape(nan.shape)
+        if bool(own[nan].isnan().all()):  # so it was written
+            return _answer(wrong, "not_finite", *wrong.beyond())
     if seen.fault in _VAGUE and (found := lost_digits(variant, o, case.inputs, out, truth)):
         return _named(wrong, found)
     return seen
@@ -152,9 +159,11 @@ def diagnose(about: WrongOutput, again: torch.Tensor) -> Diagnosis:
         text = f"{about.region(moved)} differs between two runs on the same inputs"
         return _answer(about, "race", text, moved)
     nan = out.isnan() & ~truth.isnan()
-    if nan.any():
+    if nan.any() and not about.exact:
         text = f"{about.region(nan)} is NaN or was never written"
         return _answer(about, "unwritten", text, nan)
+    if (beyond := about.beyond())[1].any():
+        return _answer(about, "not_finite", *beyond)
     lost = ~truth.isfinite() & ~((out == truth) | out.isnan())
     if lost.any():
         text = "NaN or an infinity of the inputs does not reach it"
@@ -185,7 +194,9 @@ def _explained(about: WrongOutput, suspect: Suspect) -> float:
     wrong, out, difference = (t[suspect.rows] for t in (about.wrong, about.out, about.difference))
     size = difference[wrong].abs()
     cap = 3 * size.median()  # so that no few elements decide
-    left = (out - suspect.predicted)[wrong].abs().minimum(cap).square().sum()
+    # A program's mistake is one everywhere, so it predicts what is right; a kernel's has a place.
+    told = wrong | (out.isfinite() & about.truth[suspect.rows].isfinite()) if about.exact else wrong
+    left = (out - suspect.predicted)[told].abs().minimum(cap).square().sum()
     share = 1 - float(left / size.minimum(cap).square().sum().clamp_min(1e-300))
     return share if share == share else 0.0
 

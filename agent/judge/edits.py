@@ -122,6 +122,9 @@ def operations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
     """Apply another operation of as many arguments."""
     for i, n in nodes:
         arity = len(n.args)
+        if n.op == "atan" and (of := graph.nodes[n.args[0]]).op == "div":
+            text = f"`{graph.text(i)}` should be `{shown(graph, 'atan2', of.args, 0)}`"
+            yield Edit("wrong_operation", text, _call(i, of, op="atan2"))
         if arity not in (1, 2) or n.op not in OPS:
             continue
         for op, known in OPS.items():

@@ -87,24 +87,24 @@ def check_meaning(
             meaning_fault(spec, programs[spec.variant(binding)], binding, seed, approximated)
             for binding in spec.bindings()
         ]
-    return [finding for finding in found if finding is not None]
+    return [fault[0] for fault in found if fault is not None]
 
 
 def meaning_fault(
     spec: Spec, program: Program, binding: Mapping[str, str], seed: int,
     approximated: dict[str, float] | None = None,
-) -> Finding | None:  # fmt: skip
+) -> tuple[Finding, Inputs] | None:  # fmt: skip
     """Find the first input set on which a program's outputs are wrong.
 
     Returns:
-        A finding that names the set; None where there is none.
+        A finding that names the set, and the set; None where there is none.
     """
     meant = dataclasses.replace(program, graph=_unrounded(spec, program))
     near = {} if approximated is None else approximated
     for fault, inputs in _faults(Variant(spec, meant, binding), seed, near):
         (rows, inner), columns = (inputs[name].shape for name in spec.gemm)
         sizes = dict(zip(spec.gemm_dims, (rows, columns[0], inner), strict=True))
-        return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}})
+        return fault.model_copy(update={"where": {"sizes": sizes, **fault.where}}), inputs
     return None
 
 

@@ -277,7 +277,8 @@ class TileCheck:
         else:
             m, n = self.config.tile_m, self.config.tile_n
             tile = (n, m) if self.config.swap_ab else (m, n)
-            seen = diagnose_stored(self.variant, case, o, runs, tile)
+            one, two = (self._judged(case, o, x).to(x.dtype) for x in runs)  # what is compared
+            seen = diagnose_stored(self.variant, case, o, (one, two), tile)
             said += seen.text
             where |= seen.where
         return Finding(message=said, where=where)

@@ -75,6 +75,18 @@ def mistake(
     return overflowing
 
 
+def sided(variant: Variant, o: str, inputs: Inputs, truth: torch.Tensor) -> str:
+    """Name the value of a program by whose sign an output is wrong, or nothing."""
+    replay = Replay(variant, o, inputs, truth)
+    wrong = replay.wrong if truth.ndim > 1 else replay.wrong[:, None]
+    shapes = (wrong.shape, (1, wrong.shape[1]), (len(wrong), 1)) if not wrong.all() else ()
+    for i, v in enumerate(replay.values):
+        for side, word in ((v < 0, "negative"), (v > 0, "positive")) if v.shape in shapes else ():
+            if torch.equal(side.expand_as(wrong), wrong):
+                return f"it is wrong where `{replay.read.text(i)}` is {word}, and only there"
+    return ""
+
+
 def _edits(replay: Replay) -> Iterator[Edit]:
     graph, root = replay.read, replay.root
     live = graph.below(root)

@@ -38,7 +38,7 @@ def structural(about: WrongOutput) -> Iterator[Suspect]:
         fault, text = "constant_factor", f"{which} is the expected value times {factor:.4g}"
         if about.flat and about.single and not 0.1 < abs(factor) < 10:
             fault, text = "wrong_statistics", f"{text}: check the divisor of the reduction"
-        yield Suspect(fault, text, factor * truth)
+        yield Suspect(fault, text, torch.where(wrong, factor * truth, truth))
     if truth.shape[1] % 2 == 0:
         yield Suspect("swapped_pair", "even and odd columns are swapped", _swapped(truth))
     what, axis = ("elements", 0) if about.flat else ("columns", 1)

@@ -88,6 +88,12 @@ class WrongOutput:
         # Equal elements stay out: with a median difference of 0, anything would explain all of it.
         self.wrong = fit & (visible | (self.subtle & (energy > 0)))
 
+    def beyond(self) -> tuple[str, torch.Tensor]:
+        """Say where no number is, though one is due, and which elements these are."""
+        beyond = ~self.out.isfinite() & self.truth.isfinite()
+        what = "infinite" if bool(self.out[beyond].isinf().all()) else "NaN"
+        return f"{self.region(beyond)} is {what} where a number is due", beyond
+
     def by_tile(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over each tile, in float64."""
         (rows, columns), (height, width) = x.shape, self.tile

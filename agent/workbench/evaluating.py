@@ -1,7 +1,7 @@
 """Programs on a few numbers, beside the reference in float64.
 
 A program is that of the candidate, of an earlier attempt, or of an expression. Its graph is
-replayed. The numbers are given ones, a draw of the spec, or those on which the last check failed.
+replayed. The numbers are given ones, a draw of the spec, or those on which the check failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from coda_agent import primitives
 from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.diagnosis import read_at
-from coda_agent.agent.judge.draws import draws
+from coda_agent.agent.judge.meaning import meaning_fault
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.runners import interpreted, replayed
@@ -74,16 +74,14 @@ def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
 
 def inputs_of(
     spec: Spec, binding: Mapping[str, str], values: Mapping[str, float | list[float]],
-    failing: Finding | None,
+    drawn: Inputs | None = None,
 ) -> Inputs:  # fmt: skip
-    """Take a failing case's inputs, or a draw, with given values.
+    """Take a draw, by default one of the spec's own, with given values.
 
     Raises:
-        ToolError: a value for what is no operand, or the finding has no case.
+        ToolError: a value for what is no operand.
     """
-    if failing is not None:
-        drawn = _failed(spec, binding, failing)
-    else:
+    if drawn is None:
         drawn = draw_inputs(
             spec, base_shape(spec), spec.default_types(), seed=_SEED, binding=binding
         )
@@ -95,9 +93,8 @@ def inputs_of(
     known = ["acc", *(x for x in inputs if x not in (a, b))]
     if unknown := sorted(set(values) - set(known)):
         raise ToolError(f"no operand named {unknown[0]!r}", hint=f"there are {', '.join(known)}")
-    if "acc" in values:  # A of the wanted product and B = 1 give it
-        acc = inputs[a] @ inputs[b].mT
-        inputs[a], inputs[b] = acc, torch.eye(acc.shape[1], dtype=torch.float64)
+    if "acc" in values:  # A of the wanted product and B = 1 give it, as below
+        inputs[a] = inputs[a] @ inputs[b].mT
     for x, given in values.items():
         row = torch.tensor(given if isinstance(given, list) else [given], dtype=torch.float64)
         old = inputs[a if x == "acc" else x]
@@ -107,18 +104,30 @@ def inputs_of(
         of_columns = old.ndim == 2 or len(old) == len(inputs[b])
         place = old[0] if old.ndim == 2 else old if of_columns else old[:1]
         place.copy_(row.repeat(-(-len(place) // len(row)))[: len(place)])
+    if "acc" in values:  # an infinity is B's, in every row: 0 times one in A is NaN
+        row, finite = inputs[a][0], inputs[a][0].float().isfinite()
+        inputs[b] = torch.diag(row.masked_fill(finite, 1.0))
+        inputs[a] = inputs[a].where(finite, 1.0)
     return inputs
 
 
-def _failed(spec: Spec, binding: Mapping[str, str], finding: Finding) -> Inputs:
-    where = finding.where
+def failing_inputs(spec: Spec, binding: Mapping[str, str], text: str, finding: Finding) -> Inputs:
+    """Draw again the inputs on which a candidate of this text failed.
+
+    Raises:
+        ToolError: it failed on none that can be shown.
+    """
+    where, hint = finding.where, "leave `failing` out"
     if "seed" not in where:
-        raise ToolError("the last check failed on no numbers", hint="leave `failing` out")
+        raise ToolError("the check failed on no numbers", hint=hint)
     seed, label = where["seed"], where.get("case", "")
-    if "dtype" not in where:
-        return next(x for name, x in draws(spec, binding, seed) if name == label)
-    cases = make_cases(spec, binding, where["dtype"], "cpu", seed)
-    return next(c for c in cases if c.label == label and dict(c.sizes) == where["sizes"]).inputs
+    if "dtype" in where:
+        cases = make_cases(spec, binding, where["dtype"], "cpu", seed)
+        return next(c for c in cases if c.label == label and dict(c.sizes) == where["sizes"]).inputs
+    found = meaning_fault(spec, read_programs(text)[spec.variant(binding)], binding, seed)
+    if not found or label.startswith("from row"):
+        raise ToolError(f"what failed {label or 'then'} is not drawn again", hint=hint)
+    return found[1]
 
 
 def table(
@@ -180,6 +189,7 @@ def _places(
     off = torch.zeros_like(value)
     if truth is not None:
         off = (value - truth).abs() / truth.abs().clamp_min(1e-290)
+        off[(value == truth) | (value.isnan() & truth.isnan())] = 0.0  # two infinities give NaN
     worst = off.nan_to_num(torch.inf).flatten().topk(min(SHOWN // 2, off.numel())).indices.tolist()
     places = [*worst, *range(min(SHOWN, off.numel()))]
     width = value.shape[-1]

@@ -126,9 +126,12 @@ def _short(value: object) -> str:
 def _figures(report: object) -> Iterator[str]:
     match report:
         case CompileReport(kernels=kernels):
-            yield f"{len(kernels)} kernels"
-            for k in sorted(kernels, key=lambda k: not k.local_stores)[:2]:  # spilling ones first
+            made = [k for k in kernels if not k.error]
+            yield f"{len(made)} kernels for {', '.join(dict.fromkeys(k.arch for k in made))}"
+            for k in sorted(made, key=lambda k: not k.local_stores)[:2]:  # spilling ones first
                 yield f"{k.program} {k.arch} {k.dtype} at {k.tile}: {resources(k)}"
+            if len(made) > 2:
+                yield f"{len(made) - 2} more"
             if any(k.local_stores for k in kernels):
                 yield "what spills: inspect tiles"
         case NumericsReport(ran=ran, worst=worst, refused_tiles=refused, approximated=near):

@@ -8,6 +8,7 @@ from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.records import PerformanceReport, Timed
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.log import short_digest
+from coda_agent.agent.state import Attempt
 from coda_agent.agent.workbench.registry import Result, ToolError, pick, told, tool
 from coda_agent.agent.workbench.session import Proposal, Workbench
 
@@ -24,19 +25,21 @@ def evaluate(
     ] = None,
     values: Annotated[
         dict[str, float | list[float]] | None,
-        told("Numbers of the first row by name, acc among them; what is absent is drawn."),
+        told("Numbers of the first row by name, such as acc (infinite: of all rows); else drawn."),
     ] = None,
-    failing: Annotated[bool, told("On the case in which the last check failed.")] = False,
+    failing: Annotated[bool, told("On the case in which a check failed.")] = False,
     against: Annotated[int | None, told("Number of an attempt to show beside it.")] = None,
     program: Annotated[str | None, told("One program of several.")] = None,
 ) -> Result:
     """What the candidate or an expression gives at a few elements, beside the exact reference:
     in float64, and as float32 arithmetic stores it."""
-    from coda_agent.agent.workbench.evaluating import inputs_of, table, written
+    from coda_agent.agent.workbench.evaluating import failing_inputs, inputs_of, table, written
     from coda_agent.primitives.reader import read_programs
 
     names = {bench.spec.variant(b): b for b in bench.spec.bindings()}
-    name = program or next(iter(names))
+    failed = _failed(bench) if failing else None
+    where = failed[1].where if failed else {}
+    name = where.get("program") or program or next(iter(names))
     binding, values = pick(names, name, "program"), values or {}
     found = written(bench.spec, binding, expression) if expression else None
     programs = {"expression": found} if found else {}
@@ -46,13 +49,14 @@ def evaluate(
         attempts = {str(a.number): a.text for a in bench.state.attempts}
         text = pick(attempts, str(against), "attempt")
         programs[f"attempt {against}"] = read_programs(text, [*names])[name]
-    finding = _last_finding(bench) if failing else None
     with one_thread():
-        inputs = inputs_of(bench.spec, binding, values, finding)
+        drawn = failing_inputs(bench.spec, binding, failed[0].text, failed[1]) if failed else None
+        inputs = inputs_of(bench.spec, binding, values, drawn)
         given = max((len(v) if isinstance(v, list) else 1 for v in values.values()), default=0)
-        element = str(finding.where.get("dtype", "")) if finding else ""
+        element = str(where.get("dtype", ""))
         text = table(bench.spec, binding, programs, inputs, given=given, element=element)
-        return Result(text=text)
+    head = f"where attempt {failed[0].number} failed, {name}:\n" if failed else ""
+    return Result(text=head + text)
 
 
 @tool(reads=True)
@@ -133,11 +137,12 @@ def _slowest(bench: Workbench) -> Timed:
     raise ToolError("this candidate was not timed yet", hint="benchmark picks tile and shape")
 
 
-def _last_finding(bench: Workbench) -> Finding:
-    """The first finding of the last attempt."""
+def _failed(bench: Workbench) -> tuple[Attempt, Finding]:
+    """The candidate's last failure, else that of the last attempt: its first finding."""
     attempts = bench.state.attempts
-    gates = bench.verdict_of(attempts[-1]).gates if attempts else []
-    found = next((f for gate in gates for f in gate.findings), None)
-    if found is None:
-        raise ToolError("the last check did not fail", hint="leave `failing` out")
-    return found
+    own = [a for a in attempts if a.text == bench.state.candidate and not a.passed]
+    for attempt in (own or attempts)[-1:]:
+        if found := next((f for g in bench.verdict_of(attempt).gates for f in g.findings), None):
+            return attempt, found
+    said = f"attempt {attempts[-1].number} passed" if attempts else "nothing was checked yet"
+    raise ToolError(f"there is no failing case: {said}", hint="leave `failing` out")

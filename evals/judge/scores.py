@@ -68,7 +68,7 @@ class Judge:
         """Find a program's first fault, run by `run`."""
         spec, program, binding = subject.spec, subject.program, subject.binding
         if fault := meaning_fault(spec, program, binding, seed):
-            return fault
+            return fault[0]
         element, config = spec.elements[0], DEFAULT_CONFIGS["sm_90a"]
         key = spec.digest, subject.variant, seed
         if key not in self._cases:  # they take most of the gate's time: kept for the next program

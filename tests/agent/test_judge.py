@@ -41,6 +41,7 @@ from coda_agent.agent.judge.variant import Variant
 from coda_agent.agent.judge.walk import Walk
 from coda_agent.agent.pipeline import Outcome
 from coda_agent.primitives.errors import MachineError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.runtime.tuning import TunedShape
 from coda_agent.specs import Spec, admit, load_spec
@@ -81,6 +82,17 @@ def test_only_a_candidate_that_passed_every_gate_has_a_level(
     verdict = verdict_of(walk)
     assert verdict.passed is (missed is None)
     assert verdict.level == (None if missed else "accepted")
+
+
+def test_an_architecture_that_no_program_of_groups_runs_on_is_told(spec: Spec) -> None:
+    where: Any = SimpleNamespace(environment=lambda _: {}, gpu=lambda: None)
+    walk = Walk(spec, RIGHT, where, Terms("cpu"), lambda *_: None)
+    head = "from coda_agent.primitives import Tile, epilogue, group_max\n@epilogue(O=Tile)\n"
+    text = f"{head}def k(acc):\n    return {{'O': acc - group_max(acc, 8)}}\n"
+    walk.programs = read_programs(text)
+    walk.results = [GateResult(name=name, passed=True) for name in ("static", "compile")]
+    said = verdict_of(walk).not_shown
+    assert said[1:] == ["that k compiles for sm_120a: no kernel there has statistics of groups"]
 
 
 def judge(spec: Spec, text: str, **options: Any) -> Verdict:
@@ -200,7 +212,6 @@ SLIPS = {
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> None:
     from coda_agent.agent.judge.numerics import check_numerics
-    from coda_agent.primitives.reader import read_programs
     from coda_agent.primitives.tiles import TileConfig
 
     programs = read_programs(candidate(*SLIPS[slip]))

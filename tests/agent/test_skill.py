@@ -126,3 +126,11 @@ def test_writing_twice_gives_equal_bytes_and_spares_what_is_not_ours(tmp_path: P
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr == f"error: {out} holds no skill of coda-agent (name another --out)\n"
         assert (out / "notes.md").read_text() == "mine"
+
+
+def test_by_default_it_is_written_where_agents_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["skill"]).exit_code == 0
+    assert (tmp_path / ".agents/skills/coda-agent/SKILL.md").read_text() == FILES["SKILL.md"]

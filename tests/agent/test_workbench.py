@@ -622,10 +622,14 @@ def test_a_summary_names_each_kernel_once_and_one_that_spills_first() -> None:
         for d, n in reversed(stores.items())
     )
     lines = [*feedback._figures(CompileReport(kernels=kernels, programs={}))]
-    assert lines[0] == "3 kernels"
+    assert lines[0] == "3 kernels for sm_90a"
     assert [line.split()[2] for line in lines[1:3]] == ["bfloat16", "float8_e4m3fn"]
     assert lines[1].endswith("1 registers, 8 spill stores to 32 bytes a thread")
-    assert lines[3:] == ["what spills: inspect tiles"]
+    assert lines[3:] == ["1 more", "what spills: inspect tiles"]
+    newer = kernels[0].model_copy(update={"arch": "sm_100a"})
+    lost = kernels[0].model_copy(update={"arch": "sm_120a", "error": "does not compile"})
+    report = CompileReport(kernels=(kernels[0], newer, lost), programs={})
+    assert next(iter(feedback._figures(report))) == "2 kernels for sm_90a, sm_100a"
 
 
 def test_what_the_composer_refused_is_no_run_to_go_on_with(where: workspace.Workspace) -> None:

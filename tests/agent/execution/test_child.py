@@ -149,14 +149,22 @@ child.call({"kind": "tool and hang"}, timeout_s=600, progress=tell)
 """
 
 
-def test_all_ends_with_a_parent_that_is_killed() -> None:
-    command = [sys.executable, "-c", KILLED, HERE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+def test_all_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    command, environment = (
+        [sys.executable, "-c", KILLED, HERE],
+        {**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert [x.name.startswith("coda-agent-") for x in tmp_path.iterdir()] == [True]
         parent.kill()
     wait_for_end(pids)
+    end = time.monotonic() + 10
+    while any(tmp_path.iterdir()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_fork_outlives_what_it_is_a_fork_of() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -139,6 +140,34 @@ def test_a_stale_tile_is_named_with_its_place() -> None:
     found = run(full, fault)
     assert found.fault == "unwritten"
     assert "rows 64 to 127, columns 32 to 63" in found.text
+
+
+def test_nan_of_the_program_itself_was_written() -> None:
+    inputs = draw()
+    exact = {x: v.double() for x, v in inputs.items()}
+    origin, truth = Origin(inputs, ("A", "B"), full), full(exact)
+    for value, said in ((math.nan, "NaN"), (math.inf, "infinite")):
+        out = truth.clone()
+        out[3] = value
+        seen = diagnose(WrongOutput(out, truth, origin, TILE), out)
+        assert seen.fault == "not_finite"
+        assert seen.text.endswith(
+            f"(rows 3 to 3, columns 0 to 143) is {said} where a number is due"
+        )
+        assert seen.where["row"] == 3
+
+
+@pytest.mark.parametrize(("stored", "fault"), [(False, "wrong_function"), (True, "k_tail")])
+def test_a_mistake_predicts_what_is_right_and_a_kernel_may_err_in_places(
+    stored: bool, fault: str
+) -> None:
+    inputs = draw()
+    exact = {x: v.double() for x, v in inputs.items()}
+    truth = full(exact)
+    out = torch.cat((full(without_tail(exact))[:100], truth[100:]))
+    out = out.bfloat16() if stored else out
+    origin = Origin(inputs, ("A", "B"), lambda x: full({n: v.double() for n, v in x.items()}))
+    assert diagnose(WrongOutput(out, truth, origin, TILE), out).fault == fault
 
 
 def test_two_runs_that_differ_are_a_race() -> None:

@@ -65,6 +65,16 @@ def test_infinities_in_operands(finite: str, refused: bool) -> None:
     assert ("O is wrong (Inf in the operands)" in found) == refused == bool(found)
 
 
+def test_nan_of_a_program_is_not_said_to_be_unwritten() -> None:
+    made = spec(
+        "return {'O': torch.where(Z.float() > 0, (A @ B.T).float(), 0.0).to(A.dtype)}",
+        {"Z": "[M, N]"}, name="k", header=_HEADER,
+    )  # fmt: skip
+    line = "return {'O': acc * greater(Z, 0.0)}"
+    found = said(made, "O=Tile)\ndef k(acc, Z: Tile):", line)
+    assert "O is wrong (NaN in A)" in found and found.endswith("is NaN where a number is due")
+
+
 def test_nan_that_the_reference_makes_of_infinities_is_no_value() -> None:
     """PyTorch's softmax of inf and -inf is NaN; a sigmoid of their difference is 1."""
     made = spec(

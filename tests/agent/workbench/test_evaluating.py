@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,22 @@ def test_the_candidate_on_given_numbers(bench: Workbench) -> None:
     assert numbers(text[: text.index("\nO (")], "reference D") == acc
 
 
+def test_infinities_and_nan_are_shown_as_they_are(bench: Workbench) -> None:
+    say(bench, "write_candidate", text=HEAD + RIGHT)
+    acc = [math.inf, 1.0, -math.inf, 2.0, math.nan, 3.0, 1e39, 1.0]
+    whole, _, half = say(bench, "evaluate", values={"acc": acc}).partition("\nO (")
+    shown = ["inf", "1", "-inf", "2", "nan", "3", "1e+39", "1"]
+    assert re.findall(r"candidate (\S+) ", whole) == shown
+    assert re.findall(r"reference D (\S+);", whole) == shown
+    assert re.findall(r"stored (\S+)\)", whole) == [x.replace("1e+39", "inf") for x in shown]
+    assert re.findall(r"candidate (\S+) ", half) == ["inf", "nan", "nan", "1e+39"]
+    inputs = inputs_of(bench.spec, {}, {"acc": [math.inf, *[1.0] * 400]})
+    half_more = read_programs(HEAD + RIGHT.replace('"D": acc', '"D": acc * 1.5'))
+    found = table(bench.spec, {}, half_more, inputs)
+    places = re.findall(r"\[\d+, (\d+)\]", found)
+    assert places[0] != "0"  # equal infinities are not what differs most
+
+
 def test_an_expression_and_an_earlier_attempt(bench: Workbench) -> None:
     text = say(bench, "evaluate", expression="g, u = pairs(acc)\ng + u", values={"acc": [1.5, 2]})
     assert numbers(text, "expression") == [3.5]
@@ -72,10 +89,31 @@ def test_an_expression_and_an_earlier_attempt(bench: Workbench) -> None:
     assert len(said) <= LIMIT
     say(bench, "write_candidate", text=HEAD + RIGHT)
     text = say(bench, "evaluate", against=1, failing=True)
+    assert text.startswith("where attempt 1 failed, gemm_swiglu:\nD (")
     half = text[text.index("\nO (") :]
     truth = numbers(half, "reference O")
     assert numbers(half, "candidate") == pytest.approx(truth, rel=1e-5)
     assert numbers(half, "attempt 1") != pytest.approx(truth, rel=1e-2)
+
+
+def test_the_failing_case_is_that_of_the_candidate(bench: Workbench) -> None:
+    jumps = WRONG.replace(
+        "sigmoid(gate) * up", "swiglu(gate, up) + where(equal(up, 0.5), 9.0, 0.0)"
+    )
+    jumps = HEAD.replace("swiglu", "equal, swiglu, where") + jumps
+    say(bench, "write_candidate", text=jumps)
+    said = say(bench, "check", level="interpret")
+    assert "halves of whole numbers" in said  # which are none of the draws with a case's name
+    case = say(bench, "evaluate", failing=True)
+    half = case[case.index("\nO (") :]
+    truth, got = numbers(half, "reference O")[0], numbers(half, "candidate")[0]
+    assert got - truth == pytest.approx(9.0, rel=1e-4)
+    say(bench, "write_candidate", text=HEAD + RIGHT)
+    say(bench, "check", level="interpret")
+    refused = call(bench, "evaluate", {"failing": True})
+    assert refused.text.startswith("there is no failing case: attempt 2 passed")
+    say(bench, "write_candidate", text=jumps)
+    assert say(bench, "evaluate", failing=True) == case
 
 
 def test_what_cannot_be_evaluated_is_said_in_a_line(bench: Workbench) -> None:
@@ -83,7 +121,10 @@ def test_what_cannot_be_evaluated_is_said_in_a_line(bench: Workbench) -> None:
         ({}, "there is no candidate yet"),
         ({"expression": "relux(acc)"}, "unknown name 'relux'"),
         ({"expression": "acc", "values": {"zz": 1}}, "no operand named 'zz' (there are acc)"),
-        ({"expression": "acc", "failing": True}, "the last check did not fail"),
+        (
+            {"expression": "acc", "failing": True},
+            "there is no failing case: nothing was checked yet",
+        ),
         ({"expression": "acc", "against": 3}, "no attempt named '3'"),
         ({"expression": " "}, "the expression is empty"),
     ):
@@ -137,7 +178,7 @@ def test_a_failed_check_is_short_however_much_is_wrong() -> None:
 @pytest.mark.parametrize(("element", "stored"), [("", "0.333984"), ("float16", "0.333252")])
 def test_a_finding_is_shown_in_its_own_element_type(element: str, stored: str) -> None:
     spec = load_spec(ROOT / "specs" / "gemm_swiglu.md")
-    inputs = inputs_of(spec, {}, {"acc": 1 / 3}, None)
+    inputs = inputs_of(spec, {}, {"acc": 1 / 3})
     programs = {"candidate": read_programs(HEAD + RIGHT)["gemm_swiglu"]}
     text = table(spec, {}, programs, inputs, given=1, element=element)
     assert f"candidate 0.333333 (stored {stored})" in text
