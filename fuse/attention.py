@@ -66,9 +66,12 @@ def _groups(arguments: dict[str, Any], key: fx.Node, value: fx.Node) -> bool:
 
 
 def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
-    """Whether a mask's sizes are the numbers of queries and keys."""
-    sizes = [arguments[x].meta["example_value"].shape[-2] for x in ("query", "key")]
-    return [*mask.meta["example_value"].shape[-2:]] == sizes
+    """Whether a mask's sizes are the numbers of queries and keys, and it repeats no queries."""
+    queries, keys = (arguments[x].meta["example_value"].shape for x in ("query", "key"))
+    *lead, rows, columns = mask.meta["example_value"].shape
+    pairs = zip(lead[::-1], queries[-3::-1], strict=False)
+    whole = len(lead) <= len(queries) - 2 and all(n == 1 or n == of for n, of in pairs)
+    return whole and [rows, columns] == [queries[-2], keys[-2]]
 
 
 def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str, set[fx.Node]]:

@@ -187,6 +187,7 @@ def _pad(loss: fx.Node) -> bool:
             bias = _inserted(product, operator.getitem, (bias, slice(seen)), own)
         more = (bias, (0, width - seen), "constant", _NEVER_IN_16 if short else _NEVER)
         product.args = (x, weight, _inserted(product, F.pad, more, old.new_empty(width)))
+        loss.args = loss.args[0], _checked(loss, seen)
         for n in chain[::-1]:
             if _cuts(n):
                 n.replace_all_uses_with(n.args[0])
@@ -194,6 +195,19 @@ def _pad(loss: fx.Node) -> bool:
             else:
                 _widen(n, width)
     return True
+
+
+def _checked(loss: fx.Node, words: int) -> fx.Node:
+    """Look labels up among the words, so that one beyond them raises as it did."""
+    labels: Any = loss.args[1]
+    value = _value(labels)
+    ignored = _inserted(loss, "eq", (labels, loss.kwargs.get("ignore_index", -100)), value == 0)
+    said = _inserted(loss, "masked_fill", (labels, ignored, 0), value)
+    with loss.graph.inserting_before(loss):
+        every = loss.graph.call_function(torch.arange, (words,), {"device": value.device})
+    every.meta["example_value"] = value.new_empty(words, dtype=torch.int64)
+    found = _inserted(loss, torch.gather, (every, 0, said), value)
+    return _inserted(loss, torch.where, (ignored, labels, found), value)
 
 
 def _widen(node: fx.Node, width: int) -> None:

@@ -30,10 +30,12 @@ class Report:
         """Give the model its own forward back.
 
         Raises:
-            ValueError: it was wrapped since, as FSDP2 does.
+            ValueError: it was wrapped since, as FSDP2 and accelerate do.
         """
         if type(self.model) is not self._compiled:
             raise ValueError(f"the model is {type(self.model).__name__} now, revert before that")
+        if reason := _own_call(self.model):
+            raise ValueError(f"the model {reason}: call revert() before that")
         self.model.__class__ = self._own
 
     def __str__(self) -> str:
@@ -66,16 +68,22 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
         A report, which can be printed and reverts it.
 
     Raises:
-        ValueError: the model is compiled so already.
+        TypeError: it is no module.
+        ValueError: the model is compiled so already, or its calls do not reach its class's forward.
     """
     own: Any = type(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{own.__name__} is no torch.nn.Module; coda_agent.fuse takes functions")
+    if reason := _own_call(model):
+        raise ValueError(f"the model {reason}: call apply_coda_kernels before that")
     if hasattr(own, "_coda_compiled"):
         raise ValueError(f"{own.__name__} is compiled already, call its report's revert() first")
 
     def without_logits(self: nn.Module, *args: object, **kwargs: object) -> object:
         found = own.forward(self, *args, **kwargs)
-        if getattr(found, "loss", None) is not None and getattr(found, "logits", None) is not None:
-            found.logits = None
+        # transformers' outputs are dicts with attributes, which take no item away.
+        if isinstance(found, dict) and getattr(found, "loss", None) is not None:
+            return type(found)(**{name: x for name, x in found.items() if name != "logits"})
         return found
 
     if fp8:
@@ -101,6 +109,13 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
     report = Report(model, kind)
     model.__class__ = kind
     return report
+
+
+def _own_call(model: nn.Module) -> str:
+    """Say by what a model's calls pass its class's forward; "" where they reach it."""
+    if "forward" in vars(model):
+        return "has a forward of its own, as accelerate's prepare() and torch.compile give it one"
+    return "is compiled by Module.compile()" if model._compiled_call_impl is not None else ""
 
 
 def _new(kind: Any) -> object:

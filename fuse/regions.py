@@ -34,6 +34,7 @@ from coda_agent.fuse.nodes import (
     counts,
     described,
     is_held,
+    lay_out_anew,
     operands,
 )
 from coda_agent.fuse.reads import read_along
@@ -126,7 +127,7 @@ def cut(graph: fx.Graph) -> Cut:
             for node in left
             if operands(node)[0] is a and not _unfit(node) and alike(node, first)
         ]
-        for products in ([first, *same], [first]) if same else ([first],):
+        for products in _together(result, [first, *same]):
             region = _region(result, products)
             if isinstance(region, Region) and not _fits(result, region):
                 region = "needs what another kernel computes of its result"
@@ -139,6 +140,24 @@ def cut(graph: fx.Graph) -> Cut:
         for node in region.nodes:
             result.why.pop(node, None)
     return result
+
+
+def _together(known: Cut, products: list[fx.Node]) -> list[list[fx.Node]]:
+    """List which products of one A a region may have with the first.
+
+    Those that meet, as a gate and its up do, are a program of pairs, which takes no others along.
+    """
+    met: list[set[fx.Node]] = []
+    for node in sorted(_grown(known, products, set(), stored=False).difference(products)):
+        parts = [part for part in met if not part.isdisjoint(node.all_input_nodes)]
+        needs = {x for x in node.all_input_nodes if x in products}
+        met = [part for part in met if part not in parts] + [needs.union([node], *parts)]
+    pairs = [part for part in met if len(part.intersection(products)) > 1]
+    first = products[0]
+    own = next((part for part in pairs if first in part), None)
+    paired = own or {x for x in products if not any(x in part for part in pairs)}
+    likely = [x for x in products if x in paired]
+    return [likely] + [x for x in (products, [first]) if x != likely]
 
 
 def _fits(known: Cut, region: Region) -> bool:
@@ -311,6 +330,7 @@ def extracted(
             copies[node].meta = dict(node.meta)
     for node in inside:
         copies[node] = part.node_copy(node, copies.__getitem__)
+        lay_out_anew(copies[node])
     part.output([copies[node] for node in inside if node in outputs])
     return part, {copy: node for node, copy in copies.items()}
 

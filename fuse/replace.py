@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_agent.agent.authors.composer.ports import Extent, Port
 from coda_agent.fuse.kernels import called
-from coda_agent.fuse.nodes import TAGS
+from coda_agent.fuse.nodes import TAGS, lay_out_anew
 from coda_agent.fuse.regions import Cut, Region, order
 
 aten = torch.ops.aten
@@ -154,9 +154,7 @@ def _evaluate(graph: fx.Graph) -> None:
             continue
         if "val" in node.meta and changed.isdisjoint(node.all_input_nodes):
             continue
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            # Strides of its input may be no view's.
-            node.target = aten.reshape.default
+        lay_out_anew(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         with mode:
             value = node.target(*args, **kwargs)

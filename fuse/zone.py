@@ -247,7 +247,8 @@ class Zone:
     def _add_as_wide(self) -> None:
         """Add what is as wide and not the product's: a teacher's logits."""
         wide, is_wide = set[fx.Node](), self.layout.is_wide
-        for node in self.product.graph.nodes:
+        before = ancestors([self.product])  # a square weight's A is as wide
+        for node in filter(lambda x: x not in before, self.product.graph.nodes):
             if is_wide(node) or not wide.isdisjoint(node.all_input_nodes):
                 wide.add(node)
         for node in reversed(self.product.graph.nodes):

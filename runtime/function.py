@@ -26,6 +26,8 @@ exact: ContextVar[bool] = ContextVar("exact", default=False)
 """Whether calls take float32 alone, and PyTorch interprets them: for proofs of formulas."""
 
 Chooser = Callable[[int, int, int, str, int | None], TileConfig | None]
+UNASKED = (None, None)
+"""The option of calls without a block size and a tile configuration."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import ColIndex
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.function import Chooser, ProgramFunction
+from coda_agent.runtime.function import UNASKED, Chooser, ProgramFunction
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.operators import operators
 from coda_agent.runtime.tile_choice import fused_by, prior_chooser, scheduled
@@ -81,7 +81,10 @@ def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> 
 def _call(
     a: torch.Tensor, b: torch.Tensor, operands: Tensors, *, program: str
 ) -> list[torch.Tensor]:
-    return _results(function_of(program), ProgramFunction.__call__, a, b, operands)
+    function, values = function_of(program), (a, b, *(operands or ()))
+    if call := function.calls.find(values, UNASKED):  # the usual call, without names
+        return call(values)
+    return _results(function, ProgramFunction.__call__, a, b, operands)
 
 
 def _fake(

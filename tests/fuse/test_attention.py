@@ -138,6 +138,23 @@ def test_a_mask_is_given_by_word_where_it_says_no_more(
         assert given["attn_mask"] is not None
 
 
+def test_a_mask_that_repeats_queries_stays() -> None:
+    """Eager PyTorch refuses it; its tracer gives a result for each mask."""
+    q, masks = heads(6, 0), torch.ones(3, 1, S, S, dtype=torch.bool)
+    function = lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m + False)
+    graphs: list[dict[str, Any]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        tensors = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        graphs.append(fold_masks(module.graph, tensors))
+        return module.forward
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        torch.compile(function, backend=backend)(q[:1], masks)
+    assert graphs == [{}]
+
+
 def test_a_mask_of_fewer_queries_than_keys_stays() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.ones(4, S, dtype=torch.bool).tril()

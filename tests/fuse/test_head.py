@@ -327,6 +327,12 @@ def test_numbers_of_rows_alone_are_made_some_rows_at_a_time(
     assert not any(is_wide(n) and n.meta["val"].numel() == WORDS * ROWS for n in graph.nodes)
 
 
+def test_a_square_weights_input_is_no_teachers_logits() -> None:
+    args = [drawn(4, ROWS // 4, WORDS), drawn(WORDS, WORDS, seed=1)]
+    notes = compared(lambda h, w: F.linear(h, w).float().square().mean(), args)
+    assert "and its loss are computed 128 rows at a time" in notes
+
+
 WHOLE = {
     "it is a result": lambda h, w: (F.cross_entropy(z := logits(h, w), TARGETS), z),
     "a gradient needs a value of all rows": lambda h, w: F.cross_entropy(

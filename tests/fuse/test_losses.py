@@ -178,6 +178,20 @@ def capped_and_odd(h: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(wider(torch.tanh(F.linear(h, w) / 3)).view(-1, ODD), LABELS)
 
 
+@pytest.mark.parametrize("label", [ODD, 191, -3])
+def test_a_label_that_is_no_word_is_refused_beside_more_words(
+    label: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "WIDE", 1)
+    labels = LABELS.clone()
+    labels[7], labels[9] = label, -100
+    loss = lambda h, w: F.cross_entropy(wider(F.linear(h, w)).view(-1, ODD), labels)
+    args = [drawn(*shape, WIDTH) for shape in (IDS.shape, (ODD,))]
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=f"index {label} is out of bounds .* with size {ODD}"):
+        gradients(fuse(loss), args)
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(

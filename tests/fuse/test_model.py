@@ -4,9 +4,10 @@ import copy
 import inspect
 import io
 import pickle
+import types
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import pytest
@@ -69,6 +70,8 @@ def test_it_trains_as_near_to_float64_as_pytorch(make: Any) -> None:
     assert "first called with gradients" in str(report)
     out, got = gradients(model)
     assert type(out) is type(own) and out.logits is None and own.logits is not None
+    # Nor are they an item, which the graph would have to return.
+    assert [*out] == [name for name in own if name != "logits"]
     assert abs(out.loss - own.loss) < 1e-3
     for x, y, true in zip(got, before, exact, strict=True):
         assert norms(x, true) <= 1.3 * norms(y, true) + 1e-3
@@ -118,6 +121,52 @@ def test_revert_copies_and_pickles_are_the_model_as_it_was() -> None:
     assert type(model) is LlamaForCausalLM and model(IDS).logits is not None
     with pytest.raises(ValueError, match="the model is LlamaForCausalLM now"):
         report.revert()
+
+
+class Scored(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> Scored:
+        logits = self.down(nn.functional.gelu(self.up(x)))
+        return Scored(logits.square().mean(), logits)
+
+
+def test_a_result_that_is_no_dict_is_returned_as_it_is() -> None:
+    model, x = Scorer(), torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    own = model(x)
+    apply_coda_kernels(model)
+    out = model(x)
+    assert type(out) is Scored
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(out, own, strict=True))
+
+
+def test_a_model_whose_calls_pass_its_class_by_is_refused() -> None:
+    """As accelerate, other patches and torch.compile leave it; nothing would be compiled."""
+    model, compiled = Scorer(), Scorer()
+    report = apply_coda_kernels(model)
+    for each in (model, other := Scorer()):
+        each.forward = types.MethodType(type(each).forward, each)
+    with pytest.raises(
+        ValueError, match=r"has a forward of its own.*: call revert\(\) before that"
+    ):
+        report.revert()
+    compiled.compile(backend="eager")
+    wrapped: Any = torch.compile(Scorer(), backend="eager")
+    for each in (other, wrapped):
+        with pytest.raises(ValueError, match=r"own, as accelerate's prepare.*before that"):
+            apply_coda_kernels(each)
+    with pytest.raises(ValueError, match=r"compiled by Module.compile\(\)"):
+        apply_coda_kernels(compiled)
+    with pytest.raises(TypeError, match=r"function is no torch.nn.Module; coda_agent.fuse takes"):
+        apply_coda_kernels(llama)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow  # test_mutations.py changes modules, too

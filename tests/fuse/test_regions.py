@@ -1,5 +1,6 @@
 """Graphs cut into regions, written at random too: what is left to PyTorch has its reason."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -99,6 +100,54 @@ def test_products_of_one_operand_of_which_one_needs_another() -> None:
     assert not known.why and sorted(len(r.products) for r in known.regions) == [1, 2]
     (first,) = (r for r in known.regions if len(r.products) == 1)
     assert [*order(known)].index(first) < max(map([*order(known)].index, known.regions))
+
+
+def test_a_gate_and_its_up_are_a_region_beside_other_products_of_their_operand() -> None:
+    """As in a layer whose attention and MLP read one norm: all as one took along no product."""
+
+    def function(x: Tensor, q: Tensor, v: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        pairs = F.silu(F.linear(x, gate)) * F.linear(x, up)
+        return F.linear(x, q).tanh(), F.linear(x, v).relu(), pairs
+
+    args = [drawn(24, H), *(drawn(FF, H, seed=i) for i in range(4))]
+    known = cut(recorded(function, args).graph)
+    assert [len(region.products) for region in known.regions] == [2, 2] and not known.why
+    pairs, plain = known.regions
+    assert len(pairs.outputs) == 1 and len(plain.outputs) == 2
+
+
+def test_a_sum_is_taken_along_where_its_rotation_needs_it_earlier() -> None:
+    """As an adapter's result beside a projection is, before queries are rotated."""
+
+    def rotated(x: Tensor, w: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = (F.linear(x, w) + t).view(1, 24, 2, 32).transpose(1, 2)
+        first, second = y.chunk(2, -1)
+        return y * cos + torch.cat([-second, first], -1) * sin
+
+    args = [drawn(24, H), drawn(H, H), drawn(24, H, seed=1), *(drawn(1, 1, 24, 32),) * 2]
+    known = cut(recorded(rotated, args).graph)
+    (region,) = known.regions
+    assert not known.why and torch.ops.aten.add.Tensor in {x.target for x in region.nodes}
+
+
+def test_a_view_of_what_has_other_strides_than_it_was_traced_with() -> None:
+    """A sum of an expanded and a turned tensor, whose tracer says it is contiguous."""
+
+    def loss(p: list[Tensor], x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, p[0], p[1]), p[2], p[3]).float().square().mean()
+
+    def each(p: list[Tensor], x: Tensor) -> Any:
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(p, x)
+
+    shapes = (FF, H), (FF,), (H, FF), (H,)
+    p = [drawn(*shape).requires_grad_() for shape in shapes]
+    x = torch.stack([drawn(24, H, seed=i) for i in range(2)])
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*left as it was")
+        got = torch.compile(each, backend="coda")(p, x)
+    for mine, own in zip(got, each(p, x), strict=True):
+        torch.testing.assert_close(mine, own, atol=2e-2, rtol=2e-2)
 
 
 def test_graphs_that_are_alike_are_composed_once() -> None:

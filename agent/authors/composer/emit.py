@@ -9,9 +9,16 @@ import textwrap
 from collections.abc import Iterable, Mapping
 
 from coda_agent import primitives
-from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, negative, uses, walk
+from coda_agent.agent.authors.composer.expression import (
+    REDUCTIONS,
+    Expr,
+    joins_columns,
+    negative,
+    uses,
+    walk,
+)
 from coda_agent.agent.authors.composer.problem import Rewritten
-from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.errors import ProgramError, TextError
 from coda_agent.primitives.operation import PLACED
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
@@ -38,7 +45,11 @@ def program_of(rewritten: Rewritten) -> Program:
     Raises:
         ProgramError: the language has no such program.
     """
-    return read_programs(module_text("", ("A", "B"), [rewritten]))[rewritten.name]
+    try:
+        return read_programs(module_text("", ("A", "B"), [rewritten]))[rewritten.name]
+    except TextError as error:  # nobody sees the text
+        first = error.faults[0]
+        raise ProgramError(first.message.partition(": `")[0], hint=first.hint) from None
 
 
 def module_text(doc: str, gemm: tuple[str, ...], programs: list[Rewritten], more: str = "") -> str:
@@ -191,7 +202,7 @@ class _Function:
                 return f"{self._within(x, _PRODUCT)} / {self._within(y, _SIGN)}", _PRODUCT
             case "neg":
                 return f"-{self._within(expr.args[0], _SIGN)}", _SIGN
-            case op if op.startswith("group_") or op == "rotate_half":
+            case op if joins_columns(expr):
                 self.imports.add(op)
                 return f"{op}({self._render(expr.args[0])[0]}, {int(expr.value)})", _ATOM
             case op if op in PLACED:

@@ -278,6 +278,11 @@ def group_width(expr: Expr) -> int:
     return min(widths, default=0)
 
 
+def joins_columns(expr: Expr) -> bool:
+    """Tell whether an operation reads other columns of a group than its own."""
+    return expr.op.startswith("group_") or expr.op == "rotate_half"
+
+
 def walk(roots: list[Expr]) -> Iterator[Expr]:
     """Every expression below `roots`, once, arguments first."""
     seen: set[Expr] = set()

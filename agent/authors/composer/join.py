@@ -10,7 +10,7 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.emit import program_of
-from coda_agent.agent.authors.composer.expression import Expr, by_columns, walk
+from coda_agent.agent.authors.composer.expression import Expr, by_columns, joins_columns, walk
 from coda_agent.agent.authors.composer.ports import Port, side_by_side
 from coda_agent.agent.authors.composer.problem import Refusal, Rewritten
 from coda_agent.agent.authors.composer.retrace import SLICE, plain
@@ -145,7 +145,7 @@ def _width(part: Composition, name: str, kind: str) -> int:
 
 def _step(expr: Expr) -> int:
     """Of how many adjacent columns an operation takes account."""
-    if expr.op.startswith("group_") or expr.op == "rotate_half":
+    if joins_columns(expr):
         return int(expr.value)
     return 2 if expr.op in ("even", "odd", "interleave") else 1
 

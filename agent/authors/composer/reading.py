@@ -16,6 +16,7 @@ from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, unify
 from coda_agent.agent.authors.composer.calls import CASTS, name_of, shape_of
 from coda_agent.agent.authors.composer.check import check_numbers
 from coda_agent.agent.authors.composer.emit import program_of
+from coda_agent.agent.authors.composer.expression import joins_columns, walk
 from coda_agent.agent.authors.composer.merge import Merged
 from coda_agent.agent.authors.composer.order import Order
 from coda_agent.agent.authors.composer.ports import (
@@ -135,8 +136,9 @@ class Reading:
         try:
             program = program_of(result)
         except ProgramError as error:
-            wide = (x for x, s in self.leaving.items() if s is not None and s.kind is WideTile)
-            raise Refusal(error.message, error.hint, output=next(wide, "")) from None
+            wide = [x for x, s in self.leaving.items() if s is not None and s.kind is WideTile]
+            wide += [x for x, e in result.values.items() if any(map(joins_columns, walk([e])))]
+            raise Refusal(error.message, error.hint, output=next(iter(wide), "")) from None
         # A mean that is a sum by a number, and a range of columns, hold at the call's sizes only.
         bound = result.parts or any(kind is RowMean for kind in program.outputs.values())
         checked, tried = result, program
