@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).parent
 
 
-def __getattr__(name: str) -> Kernel:
+def __getattr__(name: str) -> Kernel | list[str]:
+    if name == "__all__":
+        return __dir__()
     if (_ROOT / name / "kernel.py").is_file():
         from coda_agent.runtime.loading import load_kernel
 

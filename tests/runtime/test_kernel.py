@@ -180,6 +180,12 @@ def test_an_unknown_name_says_what_there_is() -> None:
     assert not hasattr(generated, "gemm_swigl")
 
 
+def test_a_star_imports_every_kernel() -> None:
+    scope: dict[str, object] = {}
+    exec("from coda_agent.generated import *", scope)
+    assert {*dir(generated)} == {*scope} - {"__builtins__"} and len(scope) == 20
+
+
 def test_a_kernel_pickles_by_its_name_or_its_folder(tmp_path: Path) -> None:
     kernel = generated.gemm_rmsnorm_rope
     assert pickle.dumps(kernel).count(b"gemm_rmsnorm_rope") == 1
