@@ -13,7 +13,7 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec
 from tests.written import spec
 
-_SHAPES = "bench_shapes: [{M: 8192, N: 8192, K: 4096}]\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n"
+_SHAPES = "bench_shapes: [{M: 2048, N: 2048, K: 1024}]\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n"
 
 
 def spec_of(body: str, outputs: Mapping[str, str], more: Mapping[str, str] | None = None) -> Spec:
@@ -156,7 +156,7 @@ def test_cases_reach_every_constant_and_the_bench_shapes() -> None:
     (program,) = programs(f"where(greater_equal({COLUMN}, 9000.0), acc, acc * r)").values()
     assert constants(program.graph) == [9000]
     cases = list(place_cases(scaled(), program, {}))
-    assert max(c.sizes["N"] for c in cases) >= 9000 and max(c.sizes["M"] for c in cases) >= 8192
+    assert max(c.sizes["N"] for c in cases) >= 9000 and max(c.sizes["M"] for c in cases) >= 2048
     assert any("from row 0 and column 8960" in c.label for c in cases)
     assert witnesses(program.graph) == [(0, 0), (0, 9000)]
     (plain,) = programs("acc * r").values()
@@ -182,7 +182,7 @@ AT_A_NUMBER = {
     "rows": ("y = torch.cat((z[:600] * 0.1, z[600:]), 0)", "acc * 0.1"),
     "a computed number": ("y = torch.cat((z[:, :8 * 512] * 0.1, z[:, 8 * 512:]), 1)", "acc * 0.1"),
     "far columns": (
-        "y = torch.where(torch.arange(z.shape[1]) < 50257, z, -3.0)",
+        "y = torch.where(torch.arange(z.shape[1]) < 9001, z, -3.0)",
         "acc",
     ),
 }
@@ -199,9 +199,9 @@ def test_a_program_without_the_references_places_is_refused(name: str) -> None:
 def test_a_program_with_the_references_far_places_passes() -> None:
     for axis, index in (("1", COLUMN), ("0", ROW)):
         body = f"i = torch.arange(z.shape[{axis}]).reshape({'1, -1' if axis == '1' else '-1, 1'})"
-        body += "; return {'O': (torch.where(i < 50257, z, -3.0) * r).to(torch.bfloat16)}"
+        body += "; return {'O': (torch.where(i < 9001, z, -3.0) * r).to(torch.bfloat16)}"
         made = spec_of(body, {"O": "{shape: [M, N]}"})
         assert not uniform(made, {})
-        assert faults(made, f"where(greater(50257.0, {index}), acc, -3.0) * r") == []
-        (message,) = faults(made, f"where(greater(50256.0, {index}), acc, -3.0) * r")
+        assert faults(made, f"where(greater(9001.0, {index}), acc, -3.0) * r") == []
+        (message,) = faults(made, f"where(greater(9000.0, {index}), acc, -3.0) * r")
         assert "is another function" in message
