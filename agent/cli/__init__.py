@@ -30,10 +30,16 @@ GROUPS = {
         *lazily("show", "show"),
         *lazily("basics", "explain", "primitives"),
     ],
-    "Measure and ship": [
-        *lazily("tuning", "tune", "fit", "warm"),
-        *lazily("exporting", "export"),
+    "Measure": [
+        *lazily("tuning", "tune", "fit"),
         *lazily(f"{_EVALS}.bench", "bench"),
+        group("eval", "Compare authors on a suite, and score the judge.",
+              *lazily(f"{_EVALS}.trials", "run", "leaderboard"),
+              *lazily(f"{_EVALS}.judge", "judge")),
+    ],
+    "Ship": [
+        *lazily("tuning", "warm"),
+        *lazily("exporting", "export"),
     ],
     "Agents": [
         *lazily("runs", "runs"),
@@ -43,9 +49,6 @@ GROUPS = {
         *lazily("tool", "tool"),
         *lazily("authoring", "mcp"),
         *lazily("exporting", "skill"),
-        group("eval", "Compare authors on a suite, and score the judge.",
-              *lazily(f"{_EVALS}.trials", "run", "leaderboard"),
-              *lazily(f"{_EVALS}.judge", "judge")),
     ],
 }  # fmt: skip
 """Every command, as `--help` shows them."""
