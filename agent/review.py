@@ -80,19 +80,21 @@ def _flags(workspace: Workspace | None, kernel: Kernel) -> Iterator[tuple[int, s
         yield STALE, f"stale: {', '.join(evidence.stale)}; coda-agent verify {kernel.name}"
 
 
+def slowest(kernel: Kernel) -> str:
+    """Give a kernel's least ratios to cuBLAS's product and torch.compile, or a dash."""
+    cells = () if kernel.level == "damaged" else kernel.evidence.cells
+    of_gemm = min((c.of_gemm.ratio for c in cells if c.of_gemm), default=None)
+    over = min((c.over_compile.ratio for c in cells if c.over_compile), default=None)
+    return f"{of_gemm:.3f} / {over:.3f}" if of_gemm and over else "–"
+
+
 def index(reviews: Iterable[Review]) -> Rows:
     """Tabulate reviews, a line a kernel."""
-
-    def slowest(review: Review) -> str:
-        cells = review.kernel.evidence.cells if review.rank != DAMAGED else ()
-        of_gemm = min((c.of_gemm.ratio for c in cells if c.of_gemm), default=None)
-        over = min((c.over_compile.ratio for c in cells if c.over_compile), default=None)
-        return f"{of_gemm:.3f} / {over:.3f}" if of_gemm and over else "–"
 
     return tabulate(reviews, {
         "kernel": lambda r: r.kernel.name,
         "level": lambda r: r.kernel.level,
-        "least of GEMM / over compile": slowest,
+        "least of GEMM / over compile": lambda r: slowest(r.kernel),
         "needs a look": lambda r: "; ".join(r.look) or "no",
     })  # fmt: skip
 

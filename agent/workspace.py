@@ -110,7 +110,9 @@ def resolve_kernel(name: str, workspace: "Workspace | None") -> "Kernel":
     if name not in names:
         where = f" in {workspace.generated} or" if workspace else ""
         message = f"no kernel named {name!r}{where} among the packaged kernels"
-        raise WorkspaceError(message, hint=near_matches(name, names))
+        specs = workspace.spec_names() if workspace else packaged_specs()
+        ready = f"it has a spec: coda-agent generate {name}" if name in specs else ""
+        raise WorkspaceError(message, hint=ready or near_matches(name, names))
     return names[name]
 
 
@@ -303,7 +305,10 @@ def resolve_spec(arg: str, workspace: Workspace | None) -> Path:
     if arg not in known:
         where = f" in {workspace.specs} or" if workspace else ""
         message = f"no spec named {arg!r}{where} among the packaged specs"
-        raise WorkspaceError(message, hint=near_matches(arg, known))
+        file, _, function = arg.partition(":")
+        draft = f"draft one first: coda-agent spec {file}:{function or 'FUNCTION'}"
+        hint = draft if file.endswith(".py") else near_matches(arg, known)
+        raise WorkspaceError(message, hint=hint)
     return known[arg].resolve()
 
 

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from coda_agent.primitives.deferred import torch
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from coda_agent.fuse.show import Shown
+
+_Module = TypeVar("_Module", bound="nn.Module")
+_Takes = ParamSpec("_Takes")
+_Gives = TypeVar("_Gives")
+
+
+@overload
+def fuse(function: _Module, **options: Any) -> _Module: ...
+
+
+@overload
+def fuse(function: Callable[_Takes, _Gives], **options: Any) -> Callable[_Takes, _Gives]: ...
+
+
+@overload
+def fuse(**options: Any) -> Callable[[Callable[_Takes, _Gives]], Callable[_Takes, _Gives]]: ...
 
 
 def fuse(function: Callable[..., Any] | None = None, **options: Any) -> Any:

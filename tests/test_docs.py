@@ -132,10 +132,11 @@ def test_commands_do_what_a_page_shows(
             written.add(words[0])
             (folder / words[0]).write_text(shown)
             continue
-        line = f"{{ {command}\n}} 2>&1; code=$?; pwd > {tmp_path}/.folder; exit $code"
+        # What is told meanwhile, where something takes long, is on stderr.
+        line = f"{{ {command}\n}}; code=$?; pwd > {tmp_path}/.folder; exit $code"
         done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True)
         folder = Path((tmp_path / ".folder").read_text().strip())
-        assert done.returncode == ("FAILED" in shown), f"{command}\n{done.stdout}"
+        assert done.returncode == ("FAILED" in shown), f"{command}\n{done.stdout}{done.stderr}"
         if shown.strip():
             assert matches(shown, done.stdout), f"{command}\n{shown}\n--- said\n{done.stdout}"
 

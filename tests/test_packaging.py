@@ -105,6 +105,9 @@ reveal_type(explain(f))
 reveal_type(coda)
 reveal_type(load_kernel)
 reveal_type(coda_agent.generated.gemm_rope)
+reveal_type(fuse(f, dynamic=True))
+reveal_type(fuse()(f))
+reveal_type(fuse(torch.nn.Linear(2, 2)))
 """
 
 
@@ -123,10 +126,11 @@ def test_a_type_checker_knows_what_is_installed(
     assert types[1] == "tuple[Tensor, Tensor]"
     assert types[2:4] == ["Report", "list[Shown]"]
     assert types[4].startswith("(module: GraphModule, inputs: Sequence[Any], *, mode: str | None")
-    assert types[5:] == ["(folder: str | Path) -> Kernel", "_gemm_rope"]
+    assert types[5:7] == ["(folder: str | Path) -> Kernel", "_gemm_rope"]
+    assert types[7:] == ["(x: Tensor, w: Tensor) -> Tensor"] * 2 + ["Linear"]
     lines = TYPED.splitlines()
     wrong = [lines[x["range"]["start"]["line"]] for x in said if x["severity"] == "error"]
-    assert wrong == [x for x in lines if x.startswith(("fuse(3", "gemm_"))]
+    assert [*dict.fromkeys(wrong)] == [x for x in lines if x.startswith(("fuse(3", "gemm_"))]
 
 
 def test_checkers_are_told_of_each_kernel() -> None:

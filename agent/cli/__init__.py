@@ -7,10 +7,13 @@ Exit codes: 0 done, 1 refused by the judge, 2 bad input, 3 the machine lacks som
   (`lazy.py`); torch and what else takes long is imported inside the function that needs it.
 """
 
+import json
+import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from coda_agent.agent.cli.lazy import group, lazily
 
@@ -84,8 +87,18 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the console script."""
-    app()
+    """Run the console script; with `--json` a misused command is a document, too."""
+    if "--json" not in sys.argv:
+        app()
+    try:
+        sys.exit(app(standalone_mode=False))  # the code of its reply
+    except TyperException as error:
+        misused: Any = error
+        misused.show()
+        about = {"kind": "UsageError", "message": misused.format_message(), "hint": "see --help"}
+        about |= {"exit_code": misused.exit_code}
+        typer.echo(json.dumps({"error": about}, indent=1))
+        sys.exit(misused.exit_code)
 
 
 def _version(asked: bool) -> None:

@@ -47,6 +47,7 @@ def export(
                 "gate.progress", {"gate": "export", "done": done, "total": total, "note": note}
             )
 
+        observer("gate.started", {"gate": "export"})
         done = write(chosen, out, wanted, tell)
     lines = [
         f"{name}: {x['objects']} objects, {x['bytes'] / 2**20:.1f} MiB"

@@ -222,7 +222,9 @@ def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
             slow.start()
 
     def stop() -> None:
+        nonlocal slow
         slow.cancel()
+        slow = Timer(0, print)  # one that is cancelled is alive until its thread has noticed
         if status:
             status.stop()
 

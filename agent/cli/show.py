@@ -64,7 +64,7 @@ def _all(pattern: str | None) -> Reply:
     for k in listed[len(own) :]:
         other = k["differing_spec"]
         note = "of the package" + f"; its spec.md differs from {other}" * bool(other)
-        rows.append((k["name"], k["level"], "", note))
+        rows.append((k["name"], k["level"], reviews.slowest(kernels[k["name"]]), note))
     if pattern:
         rows += [(name, "spec only", "", "") for name in missing]
     end = f"\n{len(missing)} specs have no kernel: coda-agent show '*' lists them, too"

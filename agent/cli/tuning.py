@@ -106,9 +106,10 @@ def warm(
     """Compile ahead what calls of these shapes will run, so that a first call compiles nothing."""
     named = _named(shape, file, from_model, rows)
     found = [targets.accepted(name) for name in dict.fromkeys(kernels)]
-    work = [warming.ahead(k, named(k.spec), gpu=gpu, block=block_size) for k in found]
-    jobs, folds = ([x for part in parts for x in part] for parts in zip(*work, strict=True))
     with progress() as observer:
+        observer("gate.started", {"gate": "warm"})
+        work = [warming.ahead(k, named(k.spec), gpu=gpu, block=block_size) for k in found]
+        jobs, folds = ([x for part in parts for x in part] for parts in zip(*work, strict=True))
         built = warming.compiled(jobs, folds, observer)
     said = f"{built.new} compiled, {built.known} were there, in {built.folder}"
     text = "\n".join([*(f"{job}: {why}" for job, why in built.failed.items()), said])

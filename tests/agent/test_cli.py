@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from coda_agent import generated
 from coda_agent.agent import authors, doctor, judge, pipeline, shapes, workspace
-from coda_agent.agent.cli import app, basics, report, show, targets
+from coda_agent.agent.cli import app, basics, main, report, show, targets
 from coda_agent.agent.cli.examples import EXAMPLES
 from coda_agent.agent.configuration import configuration
 from coda_agent.agent.execution import local
@@ -93,7 +93,7 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
 class One(authors.Kind, authors.Writer):
     """An author of one text."""
 
-    precedence = 1
+    precedence, spelling = 1, "one"
 
     def __init__(self, name: str, text: str) -> None:
         self.name, self.text = name, text
@@ -169,6 +169,36 @@ def test_help_shows_every_command_once_in_its_group() -> None:
     assert sorted(names) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate"], "Missing argument"),
+        (["shw"], "No such command 'shw'"),
+        (["explain", "gemm_rope", "--stage", "bad"], "'bad' is not one of"),
+    ],
+)
+def test_a_misused_command_is_a_document_too(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["coda-agent", *words, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)["error"]
+    assert ended.value.code == error["exit_code"] == 2
+    assert said in error["message"] and said in shown.err
+
+
+def test_a_name_without_a_kernel_says_what_to_do(where: workspace.Workspace) -> None:
+    assert "it has a spec: coda-agent generate gemm_geglu" in run("show", "gemm_geglu", code=2)
+    for arg in "mine.py", "mine.py:FUNCTION":
+        said = run("generate", arg, code=2)
+        assert "draft one first: coda-agent spec mine.py:FUNCTION" in said
+
+
 def test_show_says_what_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {True: TileConfig(128, 192), False: TileConfig(1, 256, fused=False)}
     monkeypatch.setattr(
@@ -230,11 +260,13 @@ def test_what_lasts_is_told_where_there_is_no_terminal(
 ) -> None:
     monkeypatch.setattr(report, "_SILENT_S", 0.0)
     with report.progress() as observer:
-        observer("gate.started", {"gate": "numerics"})
-        deadline = time.monotonic() + 30
-        while not (said := capsys.readouterr()).err and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (said.out, said.err) == ("", "numerics\n")
+        for gate in "compile", "numerics":  # the second follows what has just ended
+            observer("gate.started", {"gate": gate})
+            deadline = time.monotonic() + 30
+            while not (said := capsys.readouterr()).err and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert (said.out, said.err) == ("", f"{gate}\n")
+            observer("candidate.saved", {})
         monkeypatch.setattr(report, "_SILENT_S", 600.0)
         observer("gate.started", {"gate": "performance"})
         observer("request.failed", {"error": "Busy: no\nmore", "wait_s": 8.2})
@@ -249,9 +281,8 @@ def test_a_reader_takes_the_packages_kernel_where_the_workspace_has_none(
     assert {k["name"] for k in listed["kernels"]} == set(packaged) == set(dir(generated))
     assert all(k["packaged"] for k in listed["kernels"])
     assert not set(packaged) & set(listed["specs"]) and "gemm_geglu" in listed["specs"]
-    assert "gemm_swiglu accepted of the package" in [
-        " ".join(x.split()) for x in run("show").splitlines()
-    ]
+    row = r"^gemm_swiglu +accepted +\d\.\d{3} / \d\.\d{3} +of the package$"
+    assert re.search(row, run("show"), re.MULTILINE)
     text = packaged["gemm_swiglu"].program.read_text("utf-8")
     assert run("show", "gemm_swiglu", "--json")["program"] == text
     assert run("explain", "gemm_swiglu", "--json")["text"] == text

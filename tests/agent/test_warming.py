@@ -125,8 +125,8 @@ def test_a_call_after_warming_compiles_nothing(
     monkeypatch.setattr(generated.gemm_fp8_rmsnorm.tiles, "user", tuned)
     command = ["warm", name, "--shape=16,6144,4096", "--shape=8192,6144,4096", "--gpu", H200]
     with pool:
-        assert run(*command) == f"4 compiled, 0 were there, in {cache}\n"
-        assert run(*command) == f"0 compiled, 4 were there, in {cache}\n"
+        for said in "4 compiled, 0", "0 compiled, 4":  # after what is told while it takes long
+            assert run(*command).endswith(f"{said} were there, in {cache}\n")
     assert launched("", name, *few) == [f"{name} {unfused.label}"] * 2
     assert len(launched(READ_ONLY, name, *many)) == 2
     # Another tile's object is not there, and cannot be kept.

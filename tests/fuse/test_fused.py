@@ -137,7 +137,7 @@ def test_the_call_of_flexgemm() -> None:
 
 def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="takes a function or a module, not str"):
-        fuse("layer")  # pyright: ignore[reportArgumentType]
+        fuse("layer")  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def test_the_module_is_the_function() -> None:

@@ -24,7 +24,7 @@ from coda_agent.primitives import fold
 fold.gdc_wait = lambda: None
 torch.manual_seed(0)
 raws = [
-    torch.rand(77, 3), torch.rand(5, 300).mT, torch.randn(130, 300), torch.randn(8, 20),
+    torch.rand(77, 3), torch.rand(5, 140).mT, torch.randn(20, 300), torch.randn(8, 20),
     torch.randn(8, 20), torch.rand(9, 4), torch.full((4, 3), float("-inf")),
 ]
 ways = [
