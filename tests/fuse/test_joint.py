@@ -371,6 +371,7 @@ def test_the_backward_pass_keeps_gate_and_up_and_not_their_product() -> None:
     assert kept.count([24, 160]) == 2
 
 
+@pytest.mark.slow
 def test_the_pass_alone_has_the_operator_that_its_kernels_call() -> None:
     text = "from coda_agent.fuse.joint import Kernels; import torch; torch.ops.coda_agent.kernel"
     subprocess.run([sys.executable, "-c", text], check=True)

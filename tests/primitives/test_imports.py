@@ -32,6 +32,7 @@ assert ran == [0]
 """
 
 
+@pytest.mark.slow
 def test_quack_asks_torch_compile_for_what_it_has_when_that_is_called() -> None:
     done = subprocess.run([sys.executable, "-c", QUACK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

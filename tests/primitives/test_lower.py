@@ -218,6 +218,7 @@ def test_renaming_reuses_the_compiled_object() -> None:
     assert built(renamed, "sm_90a")["object"] == built(gated, "sm_90a")["object"]
 
 
+@pytest.mark.slow
 def test_one_program_and_tile_for_two_architectures() -> None:
     tile = DEFAULT_CONFIGS["sm_120a"]
     first, second = built(scaled, "sm_90a", tile), built(scaled, "sm_120a", tile)
@@ -247,6 +248,7 @@ def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
     """quack's own choice leaves one, with which a kernel hangs."""
     large = TileConfig(256, 128, 2, 1)
