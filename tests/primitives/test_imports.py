@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 QUACK = """
 import sys, torch
 from coda_agent.primitives.imports import _Dynamo, import_quack
