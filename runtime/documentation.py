@@ -22,11 +22,23 @@ def documentation(spec: Spec, columns: Collection[str]) -> str:
         "Returns": made,
         "Packed": packed.split("; ") if packed else [],
         "Sizes": [*_sizes(spec)],
+        "Gradients": ["by autograd, once; none of FP8 tensors, maxima and what is overwritten"],
+        "Also": [*_more(spec)],
         "Example": [_call(spec)],
     }
     for title, lines in parts.items():
         said += ["", f"{title}:", *(f"    {line}" for line in lines)] * bool(lines)
     return "\n".join(said)
+
+
+def _more(spec: Spec) -> Iterator[str]:
+    """Say what else a kernel can do."""
+    outputs = spec.declared.outputs
+    if len(outputs) > 1:
+        first = next(iter(outputs))
+        yield f"{spec.name}.without({first!r}): a kernel that neither computes nor stores it"
+    if any(len(shape) == 1 for x in outputs.values() for shape in x.shape.cases.values()):
+        yield "block_size=128: what is reduced comes as raw partials of tiles that wide"
 
 
 def _mathematics(spec: Spec) -> Iterator[str]:

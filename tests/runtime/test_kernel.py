@@ -257,8 +257,11 @@ def test_help_says_what_a_kernel_computes_and_takes() -> None:
     assert "Why fused" not in text and "PyTorch rounds" not in text
     assert text.endswith(
         "Sizes:\n    N: a multiple of 16\n    K: a multiple of 8\n\n"
+        "Gradients:\n    by autograd, once; none of FP8 tensors, maxima and what is overwritten\n\n"
+        "Also:\n    gemm_swiglu.without('D'): a kernel that neither computes nor stores it\n\n"
         "Example:\n    D, O = gemm_swiglu(A, B)"
     )
+    assert "block_size=128: " in (generated.gemm_rmsnorm_partial_cross_entropy.__doc__ or "")
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
