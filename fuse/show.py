@@ -61,7 +61,11 @@ class Shown(BaseModel):
         return "\n".join([*lines, more, *self.notes])
 
     def total(self) -> Cost:
-        """Add up all steps of the plan."""
+        """Add up all steps of the plan.
+
+        Returns:
+            Their bytes, launches and least time in us, as of one step.
+        """
         return Cost(
             step="plan",
             bytes=sum(c.bytes for c in self.steps),

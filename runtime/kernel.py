@@ -168,6 +168,9 @@ class Kernel:
         Args:
             outputs: Names in the spec; calls with the same ones give the same kernel.
 
+        Returns:
+            A kernel with the same inputs, and with the outputs that are left.
+
         Raises:
             LaunchError: no such output, one that may overwrite an input, or what is left reads less
                 than all inputs.
@@ -207,6 +210,9 @@ class Kernel:
         Args:
             tensors: By their names in the spec, as `help` of the kernel shows under "Packed".
 
+        Returns:
+            One tensor of them all, which `packed` takes.
+
         Raises:
             LaunchError: no input is made of exactly these.
         """
@@ -218,7 +224,8 @@ class Kernel:
         """Take a packed tensor apart again: the inverse of `pack`.
 
         Args:
-            packed: What `pack` gave for the input of that name, or its gradient.
+            name: Of the input that is packed.
+            packed: What `pack` gave for it, or its gradient.
             extents: Of each part along the dimension in which they lie side by side; by default
                 in the spec's proportion.
 

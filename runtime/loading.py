@@ -25,9 +25,11 @@ _LOADED: dict[str, tuple[str, Kernel]] = {}
 def load_kernel(folder: str | Path) -> Kernel:
     """Load a kernel from its folder, such as a workspace's `generated/ffn_gate`.
 
-    The folder has kernel.py, spec.md and, of an accepted one, tuned.json and evidence.json. Its
-    operator is `coda_agent::<name>` for a kernel of this package. Elsewhere, where other
+    Its operator is `coda_agent::<name>` for a kernel of this package. Elsewhere, where other
     contents may come under the same name, `coda_agent::<name>_<digest of the files>`.
+
+    Args:
+        folder: With kernel.py, spec.md and, of an accepted kernel, tuned.json and evidence.json.
 
     Returns:
         The function, which `help` describes.

@@ -8,6 +8,8 @@
   they show is compared, and `…` is anything. A file that `cat` shows first is written.
 """
 
+import importlib
+import inspect
 import os
 import re
 import runpy
@@ -139,6 +141,30 @@ def test_commands_do_what_a_page_shows(
         assert done.returncode == ("FAILED" in shown), f"{command}\n{done.stdout}{done.stderr}"
         if shown.strip():
             assert matches(shown, done.stdout), f"{command}\n{shown}\n--- said\n{done.stdout}"
+
+
+def referred() -> dict[str, Any]:
+    """The functions and methods of the reference, by their paths."""
+    shown = re.compile(r"^::: (\S+)(?:\n +options:\n +members: \[(.+?)\])?", re.MULTILINE)
+    found = {}
+    for path, members in shown.findall((ROOT / "docs" / "reference.md").read_text()):
+        module, _, name = path.rpartition(".")
+        thing = getattr(importlib.import_module(module), name)
+        named = {f"{path}.{x}": getattr(thing, x) for x in re.findall(r"\w+", members)}
+        found |= named or {path: thing}
+    return found
+
+
+@pytest.mark.parametrize("path", referred())
+def test_the_reference_names_arguments_and_results(path: str) -> None:
+    thing = referred()[path]
+    assert (said := inspect.getdoc(thing))
+    if inspect.isfunction(thing):
+        taken = inspect.signature(thing)
+        for name in taken.parameters.keys() - {"self"}:
+            assert re.search(rf"^ +{name}: ", said, re.MULTILINE), f"{path} does not say {name}"
+        result = taken.return_annotation
+        assert ("Returns:\n" in said) == (result not in (None, "None")), f"{path} gives {result}"
 
 
 def test_the_readme_has_something_to_run() -> None:
