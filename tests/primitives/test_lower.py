@@ -248,7 +248,6 @@ def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
 
-@pytest.mark.slow
 def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
     """quack's own choice leaves one, with which a kernel hangs."""
     large = TileConfig(256, 128, 2, 1)
