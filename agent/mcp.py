@@ -31,7 +31,7 @@ from coda_agent.agent.reply import BUG, Reply, answered
 from coda_agent.agent.session import Call, end, perform
 from coda_agent.agent.workbench import NEXT, TOOLS
 from coda_agent.agent.workbench.registry import Result, registry, told, tool
-from coda_agent.agent.workspace import Workspace
+from coda_agent.agent.workspace import Workspace, spec_names
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.specs import load_spec
@@ -137,7 +137,7 @@ class Connection:
 def list_specs(workspace: Workspace, word: Annotated[str, told("Part of a name.")] = "") -> Result:
     """The specs, and which have a kernel."""
     done = {kernel.name for kernel in workspace.kernels()}
-    names = sorted(workspace.spec_names())
+    names = sorted(spec_names(workspace))
     found = [f"{x}{' (has a kernel)' * (x in done)}" for x in names if word.lower() in x]
     return Result(text="\n".join(found) or f"no spec has {word!r} in its name")
 

@@ -51,10 +51,14 @@ def _unusable(error: OSError) -> CodaError:
     return CodaError(f"{error.filename or gone} cannot be used: {error.strerror}")
 
 
+def problem(kind: str, message: str, hint: str, code: int) -> dict[str, object]:
+    """Make the document of what went wrong, as --json shows it."""
+    return {"error": {"kind": kind, "message": message, "hint": hint, "exit_code": code}}
+
+
 def _failed(error: CodaError, code: int) -> Reply:
-    kind = type(error).__name__
-    about = {"kind": kind, "message": error.message, "hint": error.hint, "exit_code": code}
+    about = problem(type(error).__name__, error.message, error.hint, code)
     said = " ".join(str(error).split())
     if len(said) > _MOST_CHARACTERS:
         said = f"{said[:200]} … {said[-200:]}"
-    return Reply({"error": about}, f"error: {said}", code, err=True)
+    return Reply(about, f"error: {said}", code, err=True)

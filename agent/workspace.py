@@ -95,6 +95,11 @@ def packaged_kernels() -> "dict[str, Kernel]":
     return {k.name: k for folder in folders for k in _kernels_in(folder)}
 
 
+def spec_names(workspace: "Workspace | None") -> dict[str, Path]:
+    """List specs by name, the workspace's own first."""
+    return packaged_specs() | (_specs_in(workspace.specs) if workspace else {})
+
+
 def kernel_names(workspace: "Workspace | None") -> "dict[str, Kernel]":
     """List accepted kernels by name, the workspace's own first."""
     return packaged_kernels() | {k.name: k for k in (workspace.kernels() if workspace else [])}
@@ -110,8 +115,7 @@ def resolve_kernel(name: str, workspace: "Workspace | None") -> "Kernel":
     if name not in names:
         where = f" in {workspace.generated} or" if workspace else ""
         message = f"no kernel named {name!r}{where} among the packaged kernels"
-        specs = workspace.spec_names() if workspace else packaged_specs()
-        ready = f"it has a spec: coda-agent generate {name}" if name in specs else ""
+        ready = name in spec_names(workspace) and f"it has a spec: coda-agent generate {name}"
         raise WorkspaceError(message, hint=ready or near_matches(name, names))
     return names[name]
 
@@ -223,10 +227,6 @@ class Workspace:
         """Where git keeps this working tree's index and HEAD."""
         return Path(self.git("rev-parse", "--absolute-git-dir"))
 
-    def spec_names(self) -> dict[str, Path]:
-        """List every spec by name, the workspace's own first."""
-        return packaged_specs() | _specs_in(self.specs)
-
     def resolve_spec(self, arg: str) -> Path:
         """Find a spec by path or name, here or among the packaged."""
         return resolve_spec(arg, self)
@@ -237,7 +237,7 @@ class Workspace:
         The file is that of specs/, or else the package's; None where it holds the same, or there is
         none.
         """
-        path = self.spec_names().get(name)
+        path = spec_names(self).get(name)
         return path if path and path.read_text("utf-8-sig", "replace") != text else None
 
     def check_spec(self, name: str, text: str) -> None:
@@ -301,14 +301,12 @@ def resolve_spec(arg: str, workspace: Workspace | None) -> Path:
         if not path.is_file():
             raise WorkspaceError(f"no spec file at {path}")
         return path.resolve()
-    known = workspace.spec_names() if workspace else packaged_specs()
+    known = spec_names(workspace)
     if arg not in known:
         where = f" in {workspace.specs} or" if workspace else ""
         message = f"no spec named {arg!r}{where} among the packaged specs"
-        file, _, function = arg.partition(":")
-        draft = f"draft one first: coda-agent spec {file}:{function or 'FUNCTION'}"
-        hint = draft if file.endswith(".py") else near_matches(arg, known)
-        raise WorkspaceError(message, hint=hint)
+        draft = f"draft one first: coda-agent spec {arg}" + ":FUNCTION" * (":" not in arg)
+        raise WorkspaceError(message, hint=draft if ".py" in arg else near_matches(arg, known))
     return known[arg].resolve()
 
 

@@ -25,7 +25,7 @@ from pydantic import (
 from coda_agent.agent import execution
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import JsonObject, Level
-from coda_agent.agent.workspace import Workspace
+from coda_agent.agent.workspace import Workspace, spec_names
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
@@ -124,7 +124,7 @@ class Suite(_Model):
             WorkspaceError: one does not exist.
         """
         if self.specs == "all":
-            return sorted(workspace.spec_names())
+            return sorted(spec_names(workspace))
         for name in self.specs:
             workspace.resolve_spec(name)
         return [*self.specs]

@@ -6,20 +6,20 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.join import Composition
-from coda_agent.agent.authors.composer.ports import Extent, Port, Sized
+from coda_agent.agent.authors.composer.ports import Port, Sized
 from coda_agent.fuse.regions import Cut, Region, cut, ports_of
 from coda_agent.primitives.errors import MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.reductions import Reduction
-from coda_agent.primitives.resources import ColIndex, RowGather, Scalar
+from coda_agent.primitives.resources import RowGather, Scalar
 from coda_agent.primitives.spread import packed
 from coda_agent.runtime.program_operator import program_text
 from coda_agent.specs import Spec, load_spec
@@ -104,24 +104,7 @@ def arguments(composition: Composition, entered: Callable[[Port], Any]) -> tuple
     a, b = entered(composition.a), entered(composition.b)
     kinds = composition.program.operands
     operands = [(kinds[x], entered(port)) for x, port in composition.operands.items()]
-    convert: dict[type, Callable[[Any], Any]] = {Scalar: lambda x: _convert(x, torch.float32)}
-    if not isinstance(columns := composition.extents["N"], Extent):
-        nodes = (node for port in ports_of(composition) for node in port.nodes)
-        device = next(node.meta["val"].device for node in nodes if "val" in node.meta)
-        convert[ColIndex] = partial(_looked_up, columns=columns, device=device)
-    return a, b, [convert[kind](x) if kind in convert else x for kind, x in operands]
-
-
-def _looked_up(x: Any, columns: int, device: torch.device) -> Any:
-    """Look an index up among columns: one beyond raises, where a kernel would select 0."""
-    made = partial(x.tracer.create_proxy, "call_function") if isinstance(x, fx.Proxy) else _run
-    options = {"start": 0, "step": 1, "dtype": torch.int64, "device": device}
-    every = made(torch.ops.prims.iota.default, (columns,), {**options, "requires_grad": False})
-    return torch.ops.aten.gather.default(every, 0, _convert(x, torch.int64))
-
-
-def _run(target: Any, args: tuple[object, ...], options: dict[str, object]) -> Any:
-    return target(*args, **options)
+    return a, b, [_convert(x, torch.float32) if kind is Scalar else x for kind, x in operands]
 
 
 _convert = torch.ops.prims.convert_element_type.default

@@ -127,7 +127,7 @@ def cut(graph: fx.Graph) -> Cut:
             for node in left
             if operands(node)[0] is a and not _unfit(node) and alike(node, first)
         ]
-        for products in _together(result, [first, *same]):
+        for products in _together(result, [first, *same]) if same else ([first],):
             region = _region(result, products)
             if isinstance(region, Region) and not _fits(result, region):
                 region = "needs what another kernel computes of its result"

@@ -19,6 +19,7 @@ from coda_agent.agent.authors.composer.ports import Extent, Port
 from coda_agent.fuse.kernels import called
 from coda_agent.fuse.nodes import TAGS, lay_out_anew
 from coda_agent.fuse.regions import Cut, Region, order
+from coda_agent.primitives.resources import ColIndex
 
 aten = torch.ops.aten
 
@@ -114,7 +115,7 @@ def _call(
     """Append a call of a region's kernel; results by nodes they replace."""
     composition = region.composition
     end = graph.output_node()
-    last, packed = end.prev, set[fx.Node]()
+    last, packed, product = end.prev, set[fx.Node](), min(region.nodes)
 
     def entered(port: Port) -> Any:
         start = end.prev
@@ -122,13 +123,14 @@ def _call(
             *(fx.Proxy(known.get(n, n), sized.tracer) for n in port.nodes), sized=sized
         )
         packed.update(_between(start, end) if port.packed else ())
+        if composition.program.operands.get(port.name) is ColIndex:
+            return _looked_up(x, composition.extents["N"], product.meta["val"].device)
         return x
 
     found = called(composition, text, entered, sized)
     results = {node: x.node for node, x in found.items() if node is not None}
     for node, result in results.items():
         node.replace_all_uses_with(result, delete_user_cb=lambda u: u not in region.nodes)
-    product = min(region.nodes)
     for node in _between(last, end):
         node.meta |= {tag: product.meta[tag] for tag in TAGS if tag in product.meta}
         if node in packed and product.meta.get("partitioner_tag") == "is_forward":
@@ -136,6 +138,18 @@ def _call(
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
     return results
+
+
+def _looked_up(x: fx.Proxy, columns: int, device: torch.device) -> fx.Proxy:
+    """Look an index up among columns: one beyond raises, where a kernel would select 0."""
+    if isinstance(columns, Extent):
+        return x
+    options = {"start": 0, "step": 1, "dtype": torch.int64, "device": device}
+    options["requires_grad"] = False
+    iota = torch.ops.prims.iota.default
+    every = x.tracer.create_proxy("call_function", iota, (columns,), options)
+    whole = torch.ops.prims.convert_element_type.default(x, torch.int64)
+    return aten.gather.default(every, 0, whole)
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

@@ -93,11 +93,12 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False))  # the code of its reply
     except TyperException as error:
+        from coda_agent.agent.reply import problem
+
         misused: Any = error
         misused.show()
-        about = {"kind": "UsageError", "message": misused.format_message(), "hint": "see --help"}
-        about |= {"exit_code": misused.exit_code}
-        typer.echo(json.dumps({"error": about}, indent=1))
+        about = problem("UsageError", misused.format_message(), "see --help", misused.exit_code)
+        typer.echo(json.dumps(about, indent=1))
         sys.exit(misused.exit_code)
 
 

@@ -30,10 +30,9 @@ def known_kernels() -> Iterable[str]:
 
 def known_specs() -> Iterable[str]:
     """List the specs, of the workspace and of the package."""
-    from coda_agent.agent.workspace import here, packaged_specs
+    from coda_agent.agent.workspace import here, spec_names
 
-    workspace = here()
-    return workspace.spec_names() if workspace else packaged_specs()
+    return spec_names(here())
 
 
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the numerics run.")]

@@ -15,7 +15,7 @@ from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tables import by_head
-from coda_agent.agent.workspace import Kernel, find, here, kernel_names
+from coda_agent.agent.workspace import Kernel, find, here, kernel_names, spec_names
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError, WorkspaceError
 
@@ -50,7 +50,7 @@ def _all(pattern: str | None) -> Reply:
     kernels = {name: kernels[name] for name in fnmatch.filter(kernels, pattern or "*")}
     own = reviews.review(workspace, [k for k in kernels.values() if workspace.owns(k)])
     packaged = sorted((k for k in kernels.values() if not workspace.owns(k)), key=lambda k: k.name)
-    specs = fnmatch.filter(workspace.spec_names(), pattern or "*")
+    specs = fnmatch.filter(spec_names(workspace), pattern or "*")
     missing = sorted(set(specs) - set(kernels))
     if pattern and not (kernels or missing):
         raise WorkspaceError(f"no kernel or spec has a name like {pattern!r}")

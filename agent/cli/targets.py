@@ -10,9 +10,9 @@ from coda_agent.agent.workspace import (
     find,
     here,
     kernel_names,
-    packaged_specs,
     resolve_kernel,
     resolve_spec,
+    spec_names,
 )
 from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 from coda_agent.primitives.objects import text_of
@@ -60,7 +60,7 @@ def explainable(arg: str) -> tuple[str | None, Spec | None]:
             return text_of(path), load_spec(_spec_of(path, None))
         except (WorkspaceError, SpecError):
             return text_of(path), None
-    specs = workspace.spec_names() if workspace else packaged_specs()
+    specs = spec_names(workspace)
     if not arg.endswith(".md") and "/" not in arg and arg not in specs:
         hint = near_matches(arg, [*kernels, *specs])
         raise WorkspaceError(f"no kernel, spec or file named {arg!r}", hint=hint)
@@ -83,7 +83,7 @@ def _spec_of(path: Path, spec: str | None) -> Path:
         return resolve_spec(spec, workspace)
     if (beside := path.with_name("spec.md")).is_file():
         return beside
-    known = workspace.spec_names() if workspace else packaged_specs()
+    known = spec_names(workspace)
     # A spec with parameters has a program for each choice, named <spec>__<value>.
     names = sorted({name.partition("__")[0] for name in program_names(text_of(path))})
     if len(found := [name for name in names if name in known]) == 1:

@@ -98,10 +98,11 @@ def diagnose_meaning(
     if found:
         return _named(wrong, found)
     seen = diagnose(wrong, wrong.out)
-    if seen.fault == "wrong_function":
-        found = approximation(variant, o, inputs, out, truth)
-        seen = replace(seen, text=repairs.sided(variant, o, inputs, truth) or seen.text)
-    return _named(wrong, found) if found else seen
+    if seen.fault != "wrong_function":
+        return seen
+    if found := approximation(variant, o, inputs, out, truth):
+        return _named(wrong, found)
+    return replace(seen, text=repairs.sided(variant, o, inputs, truth) or seen.text)
 
 
 def diagnose_stored(

@@ -192,6 +192,17 @@ def test_a_label_that_is_no_word_is_refused_beside_more_words(
         gradients(fuse(loss), args)
 
 
+def test_what_a_kernel_gathers_is_looked_up_before() -> None:
+    """A GPU's kernel would take 0 for what lies beyond its columns."""
+    labels = TARGETS.clone()
+    labels[7] = WORDS
+    loss = lambda h, w: F.cross_entropy(logits(h, w), labels)
+    args = [drawn(len(labels), WIDTH), drawn(WORDS, WIDTH)]
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"index {WORDS} is out of bounds"):
+        fuse(loss)(*args)
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
