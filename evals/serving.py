@@ -31,12 +31,15 @@ TOKENS, LAYERS, LIMIT = (32, 128, 512, 8192), 2, 0.05
 IMAGES, PATCHES = 64, 256
 PHASES = "inference", "training"
 NAMES = "ours", "eager", "compile", "compile, mask folded"
+FEW = *NAMES[:2], NAMES[-1]
 _ATTENTION = re.compile("flash|fmha|attention|sdpa")
 _ABOUT = """Two layers of a model of transformers', with attention, one sequence, bfloat16; or of a
 DiT-B, with images of 256 patches, each with a condition, which have no mask to fold. Compiled
 contenders have the mode "reduce-overhead" and frozen weights for inference, and neither for
 training, which is forward and backward. `compile` is the model under torch.compile, whose attention
-gets a mask; `compile, mask folded` has causal attention instead. Ours is the backend `coda`."""
+gets a mask; `compile, mask folded` has causal attention instead. Ours is the backend `coda`. A
+family is another model, of which two have experts and two are encoders, which have no mask to
+fold."""
 
 
 WORKS = {
@@ -59,6 +62,33 @@ WORKS = {
         {"pad_token_id": 0},
     ),
 }
+_MORE = {"inference": 512, "training": 2048}
+"""The tokens of what follows, one number in each phase."""
+_TWO = {"num_experts_per_tok": 2}
+_WORDS = dict.fromkeys(
+    ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0
+)
+
+
+def _family(kind: str, width: int, heads: int, inner: int, kv: int = 0, **options: Any) -> Work:
+    name = "moe_intermediate_size" if "num_experts" in options else "intermediate_size"
+    sizes = {name: inner, **({"num_key_value_heads": kv} if kv else {})}
+    return Work("", kind, sizes_of(width, LAYERS, heads, 256, **sizes), options)
+
+
+FAMILIES = {
+    "Pythia-2.8B": _family("GPTNeoXModel", 2560, 32, 10240),
+    "Phi-2": _family("PhiModel", 2560, 32, 10240),
+    "StarCoder2-3B": _family("Starcoder2Model", 3072, 24, 12288, kv=2, sliding_window=None),
+    "Cohere-7B": _family("CohereModel", 4096, 32, 11008),
+    "GLM-4-9B": _family("GlmModel", 4096, 32, 13696, kv=2, pad_token_id=0),
+    "Nemotron-4B": _family("NemotronModel", 3072, 24, 9216, kv=8),
+    "Mixtral-of-4": _family("MixtralModel", 2048, 16, 4096, kv=4, num_local_experts=4,
+                            sliding_window=None, **_TWO),
+    "Qwen3-MoE-of-8": _family("Qwen3MoeModel", 2048, 32, 768, kv=4, num_experts=8, **_TWO),
+    "ModernBERT-large": _family("ModernBertModel", 1024, 16, 2624, **_WORDS),
+    "RoBERTa-large": _family("RobertaModel", 1024, 16, 4096),
+}  # fmt: skip
 
 
 def suite(_: Path) -> Suite:
@@ -67,10 +97,18 @@ def suite(_: Path) -> Suite:
         Case(f"{name} {phase} {tokens}", NAMES, partial(_layers, work, phase, tokens))
         for name, work in WORKS.items() for phase in PHASES for tokens in TOKENS
     ] + [
-        Case(f"DiT-B {phase} {IMAGES * PATCHES}", (*NAMES[:2], NAMES[-1]), partial(_images, phase))
+        Case(f"family {name} {phase} {tokens}", FEW, partial(_layers, work, phase, tokens))
+        for name, work in FAMILIES.items() for phase, tokens in _MORE.items()
+    ] + [
+        Case(f"DiT-B {phase} {IMAGES * PATCHES}", FEW, partial(_images, phase))
         for phase in PHASES
     ]  # fmt: skip
-    return Suite("models", _ABOUT, cases, group=lambda case: case.partition(" ")[2])
+    return Suite("models", _ABOUT, cases, group=_group)
+
+
+def _group(case: str) -> str:
+    *name, phase, tokens = case.split()
+    return f"{phase} {tokens}{', families' * (name[0] == 'family')}"
 
 
 def _layers(work: Work, phase: str, tokens: int, device: str, shrink: int) -> Setup:
@@ -99,8 +137,8 @@ def _setup(model: Any, shape: tuple[int, ...], phase: str, device: str) -> Setup
         x = x.detach().requires_grad_()
         out = run(x)
         out.backward(slope.to(out.dtype))
-        weight = next(model.layers[0].parameters())
-        found = {"out": out.detach(), "x": x.grad, "weight": weight.grad}
+        weight = next(p.grad for p in model.parameters() if p.grad is not None)
+        found = {"out": out.detach(), "x": x.grad, "weight": weight}
         for p in model.parameters():
             p.grad = None
         return found
@@ -171,7 +209,7 @@ class Diffusion(nn.Module):
 def _hidden(model: Any, x: Tensor) -> Tensor:
     if isinstance(model, Diffusion):
         return model(x)
-    return model(inputs_embeds=x, use_cache=False).last_hidden_state
+    return model(inputs_embeds=x).last_hidden_state
 
 
 def _made(work: Work, device: str) -> Any:
@@ -187,6 +225,8 @@ def _made(work: Work, device: str) -> Any:
     made = getattr(transformers, work.kind)
     torch.manual_seed(0)
     with torch.device(device):
-        positions = {"max_position_embeddings": work.length}
+        positions = {"max_position_embeddings": work.length + 2}  # RoBERTa counts from 2
         config = made.config_class(**work.sizes, **work.options, **positions)
-        return made(config).bfloat16().eval()
+        model = made(config).bfloat16().eval()
+    model.config.use_cache = False
+    return model

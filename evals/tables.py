@@ -80,8 +80,9 @@ def write_models(root: Path) -> Path:
                 rows.append((known[fair.case, fair.machine], fair))
 
     def kernels(work: str) -> str:
-        said = re.search(r"(\d+) kernels of the backend", found[work][0][0].note)
-        return said[1] if said else "–"
+        notes = (re.search(r"(\d+) kernels of the backend", ours.note) for ours, _ in found[work])
+        counts = sorted({int(said[1]) for said in notes if said})
+        return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "–"
 
     def share(ours: Cell, fair: Cell) -> float:  # graphs of CUDA hold what they take
         return ours.peak_mib / fair.peak_mib if ours.peak_mib and fair.peak_mib else 0.0
@@ -114,7 +115,9 @@ def _work(case: str) -> str:
         return "Llama-3.2-1B, training step under FSDP2 on two GPUs"
     if case.startswith("train ") and "layers of" in case:
         return f"{words[1]} layers of {words[-1]} with the head, training step"
-    return f"2 layers of {words[0]}, {words[1]}" if words[1] in ("inference", "training") else ""
+    if len(words) < 2 or words[-2] not in ("inference", "training"):
+        return ""
+    return f"2 layers of {'ten other families' if words[0] == 'family' else words[0]}, {words[-2]}"
 
 
 def _section(suite: Suite, cells: Sequence[Cell]) -> list[str]:

@@ -49,8 +49,9 @@ class Work:
         if by == 1:
             return self
         sizes = {name: max(2, -(-size // by)) for name, size in self.sizes.items()}
-        for name in {"intermediate_size", "head_dim", "vocab_size"} & {*sizes}:
-            sizes[name] = 16 * -(-sizes[name] // 16)
+        for name in sizes:
+            if name.endswith(("intermediate_size", "head_dim", "vocab_size")):
+                sizes[name] = 16 * -(-sizes[name] // 16)
         heads = self.sizes["num_attention_heads"]
         dim = max(16, self.sizes["hidden_size"] // heads // by)
         sizes["hidden_size"] = sizes["num_attention_heads"] * dim
