@@ -117,7 +117,7 @@ def _work(case: str) -> str:
         return f"{words[1]} layers of {words[-1]} with the head, training step"
     if len(words) < 2 or words[-2] not in ("inference", "training"):
         return ""
-    return f"2 layers of {'ten other families' if words[0] == 'family' else words[0]}, {words[-2]}"
+    return f"2 layers of {'other families' if words[0] == 'family' else words[0]}, {words[-2]}"
 
 
 def _section(suite: Suite, cells: Sequence[Cell]) -> list[str]:
