@@ -54,9 +54,10 @@ def changed(before: str, after: str) -> str:
 
 def _end(state: RunState) -> Iterator[tuple[str, str]]:
     spent = state.spent
+    why = None if state.outcome == "passed" else state.reason or state.error
     known = {
         "spec": state.spec, "author": state.author, "outcome": state.outcome,
-        "level": state.level, "why": state.reason or state.error, "commit": state.commit,
+        "level": state.level, "why": why, "commit": state.commit,
         "turns": state.steps or None, "dollars": dollars(spent.usd) if state.steps else None,
         "tokens": spent.tokens, "seconds": round(spent.wall_s), "attempts": len(state.attempts),
     }  # fmt: skip
@@ -90,7 +91,8 @@ def _call(event: e.ToolFinished, given: JsonObject | None) -> Iterator[Section]:
         return
     inputs = {k: v for k, v in (given or {}).items() if k not in ("text", "old", "new")}
     shown = f"{json.dumps(inputs, ensure_ascii=False)}\n\n" if inputs else ""
-    yield Fold(f"{head}: {(event.text.splitlines() or [''])[0][:100]}"), shown + event.text
+    first = next((line for line in event.text.splitlines() if line.strip("- ")), "")
+    yield Fold(f"{head}: {first[:100]}"), shown + event.text
 
 
 def _said(event: e.Event) -> Section | None:
