@@ -67,9 +67,8 @@ def build(
 
 def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[CompileJob]:
     function = function_of(kernel.text)
-    a, b, operands = operands_of(region, device)
+    a, b, named = operands_of(region, device)
     kinds = function.program.operands
-    named = dict(zip(kinds, operands, strict=True))
     element, outputs = function.types[0], function.program.outputs
     common = CompileJob(
         program=function.program, arch="sm_90a", config=DEFAULT_CONFIGS["sm_90a"],
