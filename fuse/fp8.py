@@ -48,7 +48,6 @@ def quantise_products(graph: fx.Graph) -> list[str]:
             if node.target is aten.addmm.default:
                 product = make(graph, aten.add.Tensor, product, node.args[0], like=node)
         node.replace_all_uses_with(product)
-    graph.eliminate_dead_code()
     return [node.name for node in found]
 
 
