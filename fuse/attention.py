@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from coda_agent.agent.authors.composer.calls import reached
 from coda_agent.fuse.nodes import evaluate
 
 _LARGEST = 1 << 28
@@ -78,16 +79,11 @@ def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
 
 def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str, set[fx.Node]]:
     """Read "causal" or "all" off a mask, else ""; and give the inputs that it is made of."""
-    needed, pending, of = set[fx.Node](), [mask], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node in inputs:
-            of.add(node)
-        elif node not in needed:
-            if node.op not in ("call_function", "call_method"):
-                return "", of
-            needed.add(node)
-            pending += node.all_input_nodes
+    made = reached([mask], lambda n: () if n in inputs else n.all_input_nodes)
+    of = made & inputs.keys()
+    needed = made - of
+    if any(node.op not in ("call_function", "call_method") for node in needed):
+        return "", of
     shown = mask.meta.get("example_value")
     sizes = [x for n in needed for x in getattr(n.meta.get("example_value"), "shape", ())]
     if not isinstance(shown, torch.Tensor) or any(not isinstance(x, int) for x in sizes):

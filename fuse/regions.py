@@ -163,16 +163,12 @@ def _together(known: Cut, products: list[fx.Node]) -> list[list[fx.Node]]:
 def _fits(known: Cut, region: Region) -> bool:
     """Whether a region and those before it do not need each other."""
     taken = known.taken | dict.fromkeys(region.nodes, region)
-    seen, pending = set[fx.Node | Region](), [*region.inputs]
-    while pending:
-        node = pending.pop()
-        step = taken.get(node, node)
-        if step is region:
-            return False
-        if step not in seen:
-            seen.add(step)
-            pending += step.inputs if isinstance(step, Region) else step.all_input_nodes
-    return True
+
+    def read(step: fx.Node | Region) -> list[fx.Node | Region]:
+        nodes = step.inputs if isinstance(step, Region) else step.all_input_nodes
+        return [taken.get(node, node) for node in nodes]
+
+    return region not in reached(read(region), read)
 
 
 def _unfit(product: fx.Node) -> str:
