@@ -11,13 +11,14 @@ import torch
 
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.fuse.kernels import Kernel, dtype_name
+from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.regions import Region
 from coda_agent.fuse.verify import operands_of
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.program_operator import function_of
+from coda_agent.runtime.tensor_checks import dtype_name
 from coda_agent.runtime.tile_choice import TileChoice, scheduled
 
 _ACCUMULATORS = 128
