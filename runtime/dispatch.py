@@ -317,15 +317,13 @@ def _guessed(config: TileConfig, element: float, waits: float) -> Cost:
 def propose(
     program: Program,
     shape: Shape,
-    count: int = 10,
     *,
     model: Model | None = None,
-    gpu: Gpu = H200,
     spills: Mapping[str, int] | None = None,
 ) -> list[TileConfig]:
-    """List configurations worth measuring, the fastest by `model` or the prior first."""
+    """List configurations to measure, the fastest by `model` or the prior first."""
     configs = offered(program, [shape])
-    known = model or prior(program, shape, gpu, spills=spills)
+    known = model or prior(program, shape, H200, spills=spills)
     found = [config for config, _ in known.ranked(shape, configs)]
     # What the model has not seen comes last.
-    return [*found, *(c for c in configs if c not in found)][:count]
+    return [*found, *(c for c in configs if c not in found)]
