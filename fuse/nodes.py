@@ -152,8 +152,8 @@ def cast_to(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
 
 
 def call_of(node: object, target: object) -> fx.Node | None:
-    """A node, if it calls `target`; any target where that is None."""
-    return node if isinstance(node, fx.Node) and target in (None, node.target) else None
+    """A node, if it calls `target`."""
+    return node if isinstance(node, fx.Node) and node.target is target else None
 
 
 def number(node: object) -> float | None:
