@@ -111,7 +111,6 @@ def _measured(
 def _proposed(function: Function, shape: Shape, dtype: str, gpu: str) -> list[TileConfig]:
     """List the right configurations to time at a shape, the likeliest first."""
     program, *_ = function.programs.values()
-    refused, model = function.tiles.refused, function.tiles.model(gpu, dtype)
-    count, spills = PROPOSED + len(refused), function.tiles.spills
-    found = propose(program, shape, count=count, model=model, spills=spills)
-    return [config for config in found if config.label not in refused][:PROPOSED]
+    tiles = function.tiles
+    found = propose(program, shape, model=tiles.model(gpu, dtype), spills=tiles.spills)
+    return [config for config in found if config.label not in tiles.refused][:PROPOSED]

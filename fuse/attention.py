@@ -17,6 +17,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from coda_agent.agent.authors.composer.calls import reached
+from coda_agent.fuse.nodes import evaluate
+
 _LARGEST = 1 << 28
 """Elements of a mask at most that are looked at, one after the other in Python's time."""
 
@@ -76,16 +79,11 @@ def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
 
 def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str, set[fx.Node]]:
     """Read "causal" or "all" off a mask, else ""; and give the inputs that it is made of."""
-    needed, pending, of = set[fx.Node](), [mask], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node in inputs:
-            of.add(node)
-        elif node not in needed:
-            if node.op not in ("call_function", "call_method"):
-                return "", of
-            needed.add(node)
-            pending += node.all_input_nodes
+    made = reached([mask], lambda n: () if n in inputs else n.all_input_nodes)
+    of = made & inputs.keys()
+    needed = made - of
+    if any(node.op not in ("call_function", "call_method") for node in needed):
+        return "", of
     shown = mask.meta.get("example_value")
     sizes = [x for n in needed for x in getattr(n.meta.get("example_value"), "shape", ())]
     if not isinstance(shown, torch.Tensor) or any(not isinstance(x, int) for x in sizes):
@@ -105,8 +103,7 @@ def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str
         cuda = [shown.device] if shown.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):
             before = _random_states(cuda)
-            for node in [node for node in mask.graph.nodes if node in needed]:
-                values[node] = _call(node, values)
+            evaluate([node for node in mask.graph.nodes if node in needed], values)
             if not all(map(torch.equal, before, _random_states(cuda))):
                 return "", of
         # A write to a part of a mask is nobody's argument, but Dynamo's tensors count it.
@@ -117,14 +114,6 @@ def _meaning(mask: fx.Node, inputs: Mapping[fx.Node, torch.Tensor]) -> tuple[str
 
 def _random_states(cuda: list[torch.device]) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
-
-
-def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = node.target
-    return target(*args, **kwargs)
 
 
 def _version(node: fx.Node) -> int:

@@ -11,14 +11,15 @@ import torch
 
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.fuse.kernels import Kernel, dtype_name
+from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.regions import Region
 from coda_agent.fuse.verify import operands_of
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.program_operator import function_of
-from coda_agent.runtime.tile_choice import likely_tiles, scheduled
+from coda_agent.runtime.tensor_checks import dtype_name
+from coda_agent.runtime.tile_choice import TileChoice, scheduled
 
 _ACCUMULATORS = 128
 """Accumulators of a thread, at most, in one of two tiles that are tried where nothing was measured
@@ -67,9 +68,8 @@ def build(
 
 def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[CompileJob]:
     function = function_of(kernel.text)
-    a, b, operands = operands_of(region, device)
+    a, b, named = operands_of(region, device)
     kinds = function.program.operands
-    named = dict(zip(kinds, operands, strict=True))
     element, outputs = function.types[0], function.program.outputs
     common = CompileJob(
         program=function.program, arch="sm_90a", config=DEFAULT_CONFIGS["sm_90a"],
@@ -92,7 +92,7 @@ def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
     program = function.program
     failed = {tile for digest, tile in _FAILED if digest == program.digest}
     sizes: dict[tuple[int, int, bool], TileConfig] = {}
-    likely = likely_tiles(program, shape, function.types[0])
+    likely = TileChoice("", program).ranked(shape, function.types[0])
     for tile in (scheduled(x, *shape[:2]) for x in likely):
         if tile not in failed:
             sizes.setdefault((tile.tile_m, tile.tile_n, tile.pingpong), tile)

@@ -13,7 +13,7 @@ from torch import fx
 
 from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
-from coda_agent.fuse.kept import path_of, remember, remembered
+from coda_agent.fuse.kept import kept, path_of, remembered
 from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.nodes import described
 from coda_agent.fuse.regions import Region
@@ -43,10 +43,7 @@ def timed(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str:
         sentence with both times. It is kept in the user's cache by the region, the kernel, the card
         and the versions.
     """
-    path = _path(place, kernel, device)
-    if not (known := remembered(path)):
-        known = _timed(place, kernel, device)
-        remember(path, known)
+    known = kept(_path(place, kernel, device), partial(_timed, place, kernel, device))
     return known["loss"] or replace(kernel, text=known["text"], times=known["times"])
 
 
@@ -111,9 +108,8 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
     from coda_agent.agent.judge.tuner import ranked
 
     text, function = kernel.text, function_of(kernel.text)
-    a, b, operands = operands_of(region, device)
+    a, b, named = operands_of(region, device)
     shape = a.shape[0], function.program.columns(b), a.shape[1]
-    named = dict(zip(function.program.operands, operands, strict=True))
     tiles = tiles_of(kernel, shape)
     if kernel.like:
         return with_tiles(text, shape, tiles[0]) if tiles else text

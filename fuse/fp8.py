@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.calls import reached
-from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_backward, is_cheap, make, operands
+from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, is_backward, is_cheap, make, operands, root
 
 aten = torch.ops.aten
 E4M3 = torch.float8_e4m3fn
@@ -48,7 +48,6 @@ def quantise_products(graph: fx.Graph) -> list[str]:
             if node.target is aten.addmm.default:
                 product = make(graph, aten.add.Tensor, product, node.args[0], like=node)
         node.replace_all_uses_with(product)
-    graph.eliminate_dead_code()
     return [node.name for node in found]
 
 
@@ -74,9 +73,7 @@ def _fits(node: fx.Node) -> bool:
         return False
     if any(not isinstance(n, int) or n % 16 for n in b.meta["val"].shape):
         return False
-    while b.target in (*VIEWS, *CASTS):
-        (b,) = b.all_input_nodes
-    return b.op in ("placeholder", "get_attr")
+    return root(b, *CASTS).op in ("placeholder", "get_attr")
 
 
 def _has_softmax(node: fx.Node) -> bool:

@@ -6,11 +6,11 @@ import hashlib
 import io
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from torch import fx
 from coda_agent.agent.judge.provenance import PACKAGES, version
 from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 
+T = TypeVar("T")
 SOURCES = "fuse", "agent/authors", "primitives", "runtime", "generated"
 """The folders that compose and run a kernel, by which a verdict holds."""
 
@@ -51,6 +52,15 @@ def remember(path: Path, known: object, nodes: Sequence[fx.Node] = ()) -> None:
         file = io.BytesIO()
         _Writer(file, nodes).dump(known)
         write_whole(path, file.getvalue())
+
+
+def kept(path: Path, make: Callable[[], T], nodes: Sequence[fx.Node] = ()) -> T:
+    """Read what was kept in a file; else make it, and keep it."""
+    found = remembered(path, nodes)
+    if found is None:
+        found = make()
+        remember(path, found, nodes)
+    return found
 
 
 class _Writer(pickle.Pickler):

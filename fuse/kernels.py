@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,14 +23,15 @@ from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowGather, Scalar
 from coda_agent.primitives.spread import packed
 from coda_agent.runtime.program_operator import program_text
+from coda_agent.runtime.tensor_checks import dtype_name
 from coda_agent.specs import Spec, load_spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.workspace import Kernel as Entry
 
 
-_Less = tuple[tuple[str, ...], list[str], Program]
-"""Outputs that are left out of a program, the types of the rest, and the program without them."""
+_Known = tuple[bool, "Entry", list[str], Program]
+"""Whether an accepted kernel computes more, it, the types of the rest, and the program of that."""
 
 
 @dataclass(frozen=True)
@@ -127,47 +129,39 @@ def stored_types(composition: Composition) -> dict[str, str | None]:
     return types
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of an element type, as a program has it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def twin(composition: Composition) -> tuple[Entry | None, bool]:
     """Find an accepted kernel that computes the same; else one computing more."""
     program, types = packed(composition.program), _types_of(composition)
-    for more in (False, True):
-        for entry, programs in _accepted():
-            for left_out, others, other in programs:
-                if bool(left_out) is more and others == types and _same(program, other):
-                    return entry, not more
+    for more, entry, others, other in _accepted():
+        if others == types and _same(program, other):
+            return entry, not more
     return None, False
 
 
 @lru_cache(maxsize=1)
-def _accepted() -> list[tuple[Entry, list[_Less]]]:
-    """Read the accepted kernels of the package and the workspace around."""
+def _accepted() -> list[_Known]:
+    """List the accepted kernels of the package and the workspace around, whole ones first."""
     from coda_agent.agent.workspace import find, packaged_kernels
 
     known = packaged_kernels()
     with contextlib.suppress(WorkspaceError, MachineError):  # there may be no workspace, nor git
         known |= {kernel.name: kernel for kernel in find().kernels()}
     accepted = [(x, load_spec(x.spec)) for x in known.values() if x.level == "accepted"]
-    return [
-        (x, [less for program in read_programs(x.text).values() for less in _less(program, spec)])
-        for x, spec in accepted
-    ]
+    every = [less for x, spec in accepted for less in _less(x, spec)]
+    return sorted(every, key=operator.itemgetter(0))
 
 
-def _less(program: Program, spec: Spec) -> Iterator[_Less]:
-    """List a program with all outputs, or fewer that read as much."""
-    for count in range(len(program.outputs)):
-        for left_out in itertools.combinations(program.outputs, count):
-            with contextlib.suppress(ProgramError):
-                fewer = program.without(left_out) if left_out else program
-                yield left_out, _types(spec, left_out), fewer
+def _less(entry: Entry, spec: Spec) -> Iterator[_Known]:
+    """List a kernel's programs with all outputs, or fewer that read as much."""
+    for program in read_programs(entry.text).values():
+        for count in range(len(program.outputs)):
+            for left_out in itertools.combinations(program.outputs, count):
+                with contextlib.suppress(ProgramError):
+                    fewer = program.without(left_out) if left_out else program
+                    yield bool(left_out), entry, _types(spec, left_out), fewer
 
 
-def _types(spec: Spec, left_out: Sequence[str] = ()) -> list[str]:
+def _types(spec: Spec, left_out: Sequence[str]) -> list[str]:
     outputs = [x for o, x in spec.outputs.items() if o not in left_out]
     return sorted(x.dtype for x in (*spec.inputs.values(), *outputs))
 

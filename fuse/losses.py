@@ -148,13 +148,9 @@ def _mix(node: fx.Node) -> bool:
     first: Any = pair[0]
     if any(map(writes, (x for x in node.graph.nodes if first < x < node))):
         return False
-    with node.graph.inserting_before(node):
-        mixed = node.graph.call_function(torch.logaddexp, tuple(pair))
-    mixed.meta = dict(node.meta)
-    node.replace_all_uses_with(mixed)
-    node.graph.erase_node(node)
-    if not stack.users:
-        node.graph.erase_node(stack)
+    node.op, node.target = "call_function", torch.logaddexp
+    node.args, node.kwargs = tuple(pair), {}
+    node.graph.erase_node(stack)
     return True
 
 

@@ -52,7 +52,6 @@ def merge_gradients(graph: fx.Graph) -> list[str]:
             _merge(graph, x, [weight for weight, _ in found], dys)
     if merged:
         stable_topological_sort(graph)
-        graph.eliminate_dead_code()
     return merged
 
 

@@ -152,8 +152,8 @@ def cast_to(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
 
 
 def call_of(node: object, target: object) -> fx.Node | None:
-    """A node, if it calls `target`; any target where that is None."""
-    return node if isinstance(node, fx.Node) and target in (None, node.target) else None
+    """A node, if it calls `target`."""
+    return node if isinstance(node, fx.Node) and node.target is target else None
 
 
 def number(node: object) -> float | None:
@@ -215,9 +215,11 @@ def entered(graph: fx.Graph, inputs: Sequence[object]) -> dict[fx.Node, Any]:
 def evaluate(nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> None:
     """Call what nodes call, in order, and add their values to others'."""
     for node in nodes:
-        if node.op == "call_function":
+        if node.op in ("call_function", "call_method"):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             target: Any = node.target
+            if node.op == "call_method":
+                target, args = getattr(args[0], target), args[1:]
             values[node] = target(*args, **kwargs)
 
 

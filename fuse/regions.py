@@ -24,7 +24,7 @@ from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.subgraph import compose_graph
-from coda_agent.fuse.kept import path_of, remember, remembered
+from coda_agent.fuse.kept import kept, path_of
 from coda_agent.fuse.nodes import (
     PRODUCTS,
     SHORT,
@@ -163,16 +163,12 @@ def _together(known: Cut, products: list[fx.Node]) -> list[list[fx.Node]]:
 def _fits(known: Cut, region: Region) -> bool:
     """Whether a region and those before it do not need each other."""
     taken = known.taken | dict.fromkeys(region.nodes, region)
-    seen, pending = set[fx.Node | Region](), [*region.inputs]
-    while pending:
-        node = pending.pop()
-        step = taken.get(node, node)
-        if step is region:
-            return False
-        if step not in seen:
-            seen.add(step)
-            pending += step.inputs if isinstance(step, Region) else step.all_input_nodes
-    return True
+
+    def read(step: fx.Node | Region) -> list[fx.Node | Region]:
+        nodes = step.inputs if isinstance(step, Region) else step.all_input_nodes
+        return [taken.get(node, node) for node in nodes]
+
+    return region not in reached(read(region), read)
 
 
 def _unfit(product: fx.Node) -> str:
@@ -241,18 +237,15 @@ def composed(part: fx.Graph) -> Composition | Refusal:
 
 def _composed(part: fx.Graph, nodes: Sequence[fx.Node], text: str) -> Composition | Refusal:
     """Compose a graph, through the user's cache where it is kept."""
-    path = path_of("composition", text) if _is_kept(nodes) else None
-    if path and (found := remembered(path, nodes)):
-        return found if isinstance(found, Composition) else Refusal(*found)
-    try:
-        result = in_place(compose_graph(part))
-        found = result
-    except Refusal as refusal:
-        result = refusal
-        found = refusal.message, refusal.hint, refusal.node, refusal.output
-    if path:
-        remember(path, found, nodes)
-    return result
+
+    def found() -> Composition | tuple[Any, ...]:
+        try:
+            return in_place(compose_graph(part))
+        except Refusal as refusal:
+            return refusal.message, refusal.hint, refusal.node, refusal.output
+
+    known = kept(path_of("composition", text), found, nodes) if _is_kept(nodes) else found()
+    return known if isinstance(known, Composition) else Refusal(*known)
 
 
 def _is_kept(nodes: Sequence[fx.Node]) -> bool:

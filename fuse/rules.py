@@ -47,11 +47,18 @@ def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
     spell(graph)
     share(graph)
     join_logsumexp(graph)
-    notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
-    notes += [f"{x} is in FP8" for x in (quantise_products(graph) if fp8 else [])]
-    notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
-    notes += [f"{x} sums rows of one number" for x in sum_of_one(graph)]
-    notes += [f"{x} has gradients of other weights" for x in merge_gradients(graph)]
+    rules: list[tuple[str, Callable[[fx.Graph], Iterable[str]]]] = [
+        ("a row's factor is carried past {}", carry),
+        *[("{} is in FP8", quantise_products)] * fp8,
+        ("{} gathers before a number a row is taken off", gather_first),
+        ("{} sums rows of one number", sum_of_one),
+        ("{} has gradients of other weights", merge_gradients),
+    ]
+    notes: list[str] = []
+    for said, rule in rules:
+        if changed := [*rule(graph)]:
+            notes += map(said.format, changed)
+            graph.eliminate_dead_code()
     compare_floats(graph)
     return notes + hold_some_rows(graph) + hold_tables(graph)
 
@@ -106,9 +113,8 @@ def _uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-def carry(graph: fx.Graph) -> list[str]:
+def carry(graph: fx.Graph) -> Iterator[str]:
     """Move rows' factors past a second product; names of the products."""
-    moved: list[str] = []
     operands: dict[object, fx.Node] = {}
     for product in [node for node in graph.nodes if node.target is aten.mm.default]:
         a = product.args[0]
@@ -126,10 +132,7 @@ def carry(graph: fx.Graph) -> list[str]:
                     scaled = make(graph, aten.mul.Tensor, scaled, row, like=product)
                 scaled = cast_to(scaled, product.meta["val"].dtype, like=product)
             product.replace_all_uses_with(scaled)
-            moved.append(product.name)
-    if moved:
-        graph.eliminate_dead_code()
-    return moved
+            yield product.name
 
 
 def _parts(a: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
@@ -193,9 +196,8 @@ def _is_of_rows(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[-1] == 1
 
 
-def gather_first(graph: fx.Graph) -> list[str]:
+def gather_first(graph: fx.Graph) -> Iterator[str]:
     """Gather before subtracting a number a row; names of what is gathered."""
-    moved: list[str] = []
     for node in [n for n in graph.nodes if n.target is aten.gather.default]:
         rounded, dim, index = node.args[:3]
         is_cast = isinstance(rounded, fx.Node) and rounded.target in CASTS
@@ -215,10 +217,7 @@ def gather_first(graph: fx.Graph) -> list[str]:
         for back in [u for u in rounded.users if u is not node] if is_cast else []:
             if back.target in CASTS and back.meta["val"].dtype == source.meta["val"].dtype:
                 back.replace_all_uses_with(source)  # else the rounded ones were kept for it
-        moved.append(node.name)
-    if moved:
-        graph.eliminate_dead_code()
-    return moved
+        yield node.name
 
 
 def _has_rows(index: fx.Node, x: fx.Node, dim: int) -> bool:
@@ -229,9 +228,8 @@ def _has_rows(index: fx.Node, x: fx.Node, dim: int) -> bool:
     return sizes[0] == sizes[1]
 
 
-def sum_of_one(graph: fx.Graph) -> list[str]:
+def sum_of_one(graph: fx.Graph) -> Iterator[str]:
     """Sum rows of one number without the zeros; names of the sums."""
-    moved: list[str] = []
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         x, dims = node.args[:2]
         if not isinstance(x, fx.Node) or x.target is not aten.mul.Tensor or node.kwargs:
@@ -251,11 +249,8 @@ def sum_of_one(graph: fx.Graph) -> list[str]:
                 if result.meta["val"].shape != node.meta["val"].shape:
                     continue
                 node.replace_all_uses_with(result)
-                moved.append(node.name)
+                yield node.name
                 break
-    if moved:
-        graph.eliminate_dead_code()
-    return moved
 
 
 def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:

@@ -66,13 +66,7 @@ class Shown(BaseModel):
         Returns:
             Their bytes, launches and least time in us, as of one step.
         """
-        return Cost(
-            step="plan",
-            bytes=sum(c.bytes for c in self.steps),
-            launches=sum(c.launches for c in self.steps),
-            floor_us=sum(c.floor_us for c in self.steps),
-            what="",
-        )
+        return _sum("plan", self.steps)
 
 
 def shown(known: Cut, kernels: Mapping[Region, Kernel], notes: list[str]) -> Shown:
@@ -91,17 +85,22 @@ def shown(known: Cut, kernels: Mapping[Region, Kernel], notes: list[str]) -> Sho
         graph=[f"{n.format_node()}  # {[*n.meta['val'].shape]}" for n in nodes if _has_value(n)],
         notes=notes,
         steps=steps,
-        apart=Cost(
-            step="apart",
-            bytes=sum(c.bytes for c in whole),
-            launches=len(whole),
-            floor_us=sum(c.floor_us for c in whole),
-            what="each call of the graph by itself",
-        ),
+        apart=_sum("apart", whole, "each call of the graph by itself"),
         kernels=[
             (module_text("A kernel of a plan.", ("A", "B"), [x.rewritten]), x.program.to_dict())
             for x in (region.composition for region in regions)
         ],
+    )
+
+
+def _sum(step: str, costs: Sequence[Cost], what: str = "") -> Cost:
+    """Add up steps as one."""
+    return Cost(
+        step=step,
+        bytes=sum(c.bytes for c in costs),
+        launches=sum(c.launches for c in costs),
+        floor_us=sum(c.floor_us for c in costs),
+        what=what,
     )
 
 

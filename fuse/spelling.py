@@ -245,8 +245,8 @@ def join_logsumexp(graph: fx.Graph) -> None:
     """Join a logarithm of summed exponentials whose largest was taken off."""
     for log in graph.find_nodes(op="call_function", target=aten.log.default):
         total = call_of(log.args[0], aten.sum.dim_IntList)
-        shifted = call_of(None if total is None else call_of(total.args[0], aten.exp.default), None)
-        difference = call_of(None if shifted is None else shifted.args[0], aten.sub.Tensor)
+        shifted = total and call_of(total.args[0], aten.exp.default)
+        difference = shifted and call_of(shifted.args[0], aten.sub.Tensor)
         if total is None or difference is None or difference.kwargs or total.kwargs:
             continue
         x, shift = difference.args
@@ -287,7 +287,7 @@ def join_logsumexp(graph: fx.Graph) -> None:
 def _is_finite(chosen: fx.Node, largest: fx.Node) -> bool:
     """Whether 0 is chosen where the largest is infinite, and nowhere else."""
     infinite = call_of(chosen.args[0], aten.eq.Scalar)
-    size = None if infinite is None else call_of(infinite.args[0], aten.abs.default)
+    size = infinite and call_of(infinite.args[0], aten.abs.default)
     if infinite is None or size is None or number(chosen.args[1]) != 0:
         return False
     return infinite.args[1:] == (math.inf,) and size.args == (largest,)

@@ -13,7 +13,7 @@ from coda_agent.agent.authors.composer.calls import ancestors
 from coda_agent.agent.authors.composer.check import run_exactly
 from coda_agent.agent.authors.composer.retrace import plain
 from coda_agent.fuse.around import alone
-from coda_agent.fuse.kept import path_of, remember, remembered
+from coda_agent.fuse.kept import kept, path_of
 from coda_agent.fuse.kernels import arguments
 from coda_agent.fuse.nodes import described, entered, evaluate
 from coda_agent.fuse.regions import Region, ports_of
@@ -44,10 +44,7 @@ def known_fault(region: Region, text: str, device: torch.device) -> str:
         *(described(region.part), str(sizes), text, str(tile)),
         *(torch.cuda.get_device_name(device), _multiplication()),
     )
-    if not isinstance(found := remembered(path), str):
-        found = fault(region, text, device)
-        remember(path, found)
-    return found
+    return kept(path, lambda: fault(region, text, device))
 
 
 def _multiplication() -> str:
@@ -121,13 +118,14 @@ def _is_float(x: object) -> bool:
 
 def operands_of(
     region: Region, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Draw A, B and the operands of a region's kernel."""
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Draw A, B and the operands of a region's kernel, these by name."""
     known = region.local
     wanted = ancestors(node for port in ports_of(known) for node in port.nodes)
     values = entered(region.part, drawn(region.part, region, device))
     evaluate([node for node in region.part.nodes if node in wanted], values)
-    return arguments(known, lambda port: port.canonical(*map(values.__getitem__, port.nodes)))
+    a, b, some = arguments(known, lambda x: x.canonical(*map(values.__getitem__, x.nodes)))
+    return a, b, dict(zip(known.program.operands, some, strict=True))
 
 
 def drawn(part: fx.Graph, region: Region, device: torch.device) -> list[Any]:

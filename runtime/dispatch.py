@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -185,7 +185,7 @@ class Model:
     memory: Memory
     costs: Mapping[TileConfig, Cost]
     shapes: tuple[Shape, ...] = ()
-    misses: Mapping[TileConfig, tuple[float | None, ...]] | None = None
+    misses: Mapping[TileConfig, tuple[float | None, ...]] = field(default_factory=dict)
 
     def ranked(
         self, shape: Shape, configs: Iterable[TileConfig] | None = None
@@ -216,7 +216,6 @@ class Model:
         Those count most where its waves were as full as they are here, and alone what was measured
         here.
         """
-        assert self.misses
         misses, full = self.misses[config], self._fullness.get(config)
         if full is None:
             seen = (self._features(config, shape) for shape in self.shapes)
@@ -253,7 +252,7 @@ class Model:
         return {
             shape: {
                 config: self._formula_us(config, shape) * math.exp(miss)
-                for config, misses in (self.misses or {}).items()
+                for config, misses in self.misses.items()
                 if (miss := misses[i]) is not None
             }
             for i, shape in enumerate(self.shapes)
@@ -318,15 +317,13 @@ def _guessed(config: TileConfig, element: float, waits: float) -> Cost:
 def propose(
     program: Program,
     shape: Shape,
-    count: int = 10,
     *,
     model: Model | None = None,
-    gpu: Gpu = H200,
     spills: Mapping[str, int] | None = None,
 ) -> list[TileConfig]:
-    """List configurations worth measuring, the fastest by `model` or the prior first."""
+    """List configurations to measure, the fastest by `model` or the prior first."""
     configs = offered(program, [shape])
-    known = model or prior(program, shape, gpu, spills=spills)
+    known = model or prior(program, shape, H200, spills=spills)
     found = [config for config, _ in known.ranked(shape, configs)]
     # What the model has not seen comes last.
-    return [*found, *(c for c in configs if c not in found)][:count]
+    return [*found, *(c for c in configs if c not in found)]

@@ -117,9 +117,9 @@ def undisturbed(
     Those are 1.8 times as long as they would fit; where a fifth of a shape's are, it is left out.
     """
     model = fit(measured, element_bytes=element_bytes, sms=sms)
-    misses, kept = model.misses or {}, dict[Shape, Times]()
+    kept = dict[Shape, Times]()
     for i, (shape, times) in enumerate(measured.items()):
-        sound = {c: us for c, us in times.items() if (misses[c][i] or 0.0) < _DISTURBED}
+        sound = {c: us for c, us in times.items() if (model.misses[c][i] or 0.0) < _DISTURBED}
         if len(sound) >= 0.8 * len(times):
             kept[shape] = sound
     return kept

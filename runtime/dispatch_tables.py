@@ -73,12 +73,11 @@ class Entry(_Part):
 
     @classmethod
     def of(cls, model: Model, **about: Any) -> Entry:
-        misses = model.misses or {}
         tiles = [
             Tile(
                 config=config,
                 cost=Cost(*(float(f"{x:.4g}") for x in cost)),
-                misses=tuple(x if x is None else round(_MISSES * x) for x in misses[config]),
+                misses=tuple(x if x is None else round(_MISSES * x) for x in model.misses[config]),
             )
             for config, cost in model.costs.items()
         ]

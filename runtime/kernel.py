@@ -18,7 +18,7 @@ from coda_agent.runtime.documentation import documentation
 from coda_agent.runtime.function import ProgramFunction, supported
 from coda_agent.runtime.operators import Variant, Variants, differentiated, register
 from coda_agent.runtime.pruning import without
-from coda_agent.runtime.tile_choice import TileChoice, fused_by, prior_chooser
+from coda_agent.runtime.tile_choice import TileChoice, fused_by
 from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec
 from coda_agent.specs.format import Draw
@@ -59,8 +59,8 @@ class Kernel:
         self.__doc__ = documentation(spec, columns := _columns(spec))
         self.variants = _variants(spec, programs, tiles, columns)
         self.ops = _operators(op_name, spec, self.variants)
-        choosing = partial(prior_chooser, refused=tiles.refused, spills=tiles.spills)
-        kept = gradients.keeping(spec, self.variants, choosing)
+        unmeasured = partial(TileChoice, "", refused=tiles.refused, spills=tiles.spills)
+        kept = gradients.keeping(spec, self.variants, lambda x: unmeasured(x).choose)
         self.kept = _operators(f"{op_name}_kept", spec, kept)
         # Plain values, because torch.compile traces the call.
         types, alike = _types(spec), (spec.inputs[spec.gemm[0]].dtype, *_types(spec))
@@ -266,10 +266,10 @@ class Kernel:
             if function.program.wide or function.program.accumulated or variant.updated:
                 continue
             program = spread(function.program)
-            choose = lru_cache(maxsize=1024)(fused_by(self.tiles.choose, prior_chooser(program)))
+            choose = fused_by(self.tiles.choose, TileChoice("", program).choose)
             found[key] = replace(
                 variant,
-                function=replace(function, program=program, choose=choose),
+                function=replace(function, program=program, choose=lru_cache(maxsize=1024)(choose)),
                 operands=(*variant.operands, program.spread),
                 places=(*variant.places, len(self.spec.inputs)),
             )

@@ -1,6 +1,6 @@
 """Compile and launch lowered programs on 2-D operands.
 
-- `bind` resolves a launch once; what it gives enqueues again and again, for a few us of host time.
+- `launch` resolves once; what it gives enqueues again and again, for a few us of host time.
 - A launch's inputs are A, B and the operands in the program's order, its outputs in theirs.
 - `block` of a raw reduction is the tile's width, so partial buffers depend on the configuration.
 - Operands obey TMA: one unit stride, the other a multiple of 16 bytes, 16-byte aligned.
@@ -109,15 +109,8 @@ class Bound:
             instead(Arguments(self.program, a, b, operands, named, self.config, self))
 
 
-def bind(given: Arguments) -> Bound:
-    """Compile a program for such tensors and resolve its launch, as `launch`."""
-    if (instead := launcher.get()) is not _launch:
-        instead(given, run=False)
-    return _launch(given, run=False)
-
-
 def launch(given: Arguments, *, run: bool = True) -> Bound:
-    """Run a program; `run=False` only compiles, for meta tensors too.
+    """Run a program; `run=False` only compiles and binds, for meta tensors too.
 
     Raises:
         CompileError: the configuration cannot carry this program, or the DSL refuses it.

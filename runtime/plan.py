@@ -21,7 +21,7 @@ from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import OddRows
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.call_cache import CallPlan
-from coda_agent.runtime.launch import Arguments, allocate, bind
+from coda_agent.runtime.launch import Arguments, allocate, launch
 
 if TYPE_CHECKING:
     from coda_agent.primitives.fold import Folds
@@ -77,7 +77,7 @@ def resolve(
         outputs[added] = flat[-1]
     with torch.cuda.device(a.device) if torch.cuda.device_count() > 1 else nullcontext():
         named = dict(zip(kinds, flat[2:], strict=True))
-        bound = bind(Arguments(program, flat[0], flat[1], named, outputs, config))
+        bound = launch(Arguments(program, flat[0], flat[1], named, outputs, config), run=False)
     finish = Finish(program, m, n, config, raw=wanted.raw, lead=lead)
     return CallPlan(bound, a.device, made, ready, finish if finish.steps else None, kept)
 

@@ -19,7 +19,7 @@ from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.function import UNASKED, Chooser, ProgramFunction
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.operators import operators
-from coda_agent.runtime.tile_choice import fused_by, prior_chooser, scheduled
+from coda_agent.runtime.tile_choice import TileChoice, fused_by, scheduled
 
 if TYPE_CHECKING:
     Tensors = Sequence[torch.Tensor] | None
@@ -49,11 +49,10 @@ def function_of(text: str) -> ProgramFunction:
     """Make what calls the kernel that a text writes down."""
     known = json.loads(text)
     program = Program.from_dict(known["program"])
-    choose, refused = prior_chooser(program), frozenset[str]()
+    tiles = likely = TileChoice("", program)
     if known["like"] and Path(known["like"], "kernel.py").is_file():
-        accepted = load_kernel(Path(known["like"]))
-        choose, refused = accepted.tiles.choose, accepted.tiles.refused
-        choose = fused_by(choose, prior_chooser(program)) if program.spread else choose
+        tiles = load_kernel(Path(known["like"])).tiles
+    choose = fused_by(tiles.choose, likely.choose) if program.spread else tiles.choose
     if "tiles" in known:
         shape, config = known["tiles"]
         choose = _chosen_at(shape, config, choose)
@@ -62,7 +61,7 @@ def function_of(text: str) -> ProgramFunction:
         known["stored"],
         lru_cache(maxsize=256)(choose),
         (known["dtype"],),
-        refused,
+        tiles.refused,
         tuple(x for x, kind in program.operands.items() if kind is ColIndex),
     )
 

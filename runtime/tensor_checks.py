@@ -41,7 +41,8 @@ class TensorChecks:
         }
 
     @lru_cache(maxsize=64)  # noqa: B019
-    def _steps(self, element: torch.dtype) -> tuple[int, int]:
+    def steps(self, element: torch.dtype) -> tuple[int, int]:
+        """Find what N and K must be multiples of, by the element type of A."""
         sizes = (d.itemsize for d in self.dtypes_for(element).values())
         half = HalfTile in self.program.outputs.values()
         return steps(element.itemsize, sizes, half=half, group=self.program.group)
@@ -74,7 +75,7 @@ class TensorChecks:
         if b.device != a.device:
             raise self.error(f"B is on {b.device}, A on {a.device}")
         lead, n, k = tuple(a.shape[:-1]), self.program.columns(b), b.shape[1]
-        n_step, k_step = self._steps(a.dtype)
+        n_step, k_step = self.steps(a.dtype)
         if n == 0 or k == 0 or n % n_step or k % k_step:
             raise self.error(
                 f"N, K = {n}, {k}, expected positive, N a multiple of {n_step} and K of {k_step}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,10 +19,10 @@ from coda_agent.runtime.tuning import UserTuning
 
 @dataclass(eq=False)
 class TileChoice:
-    """What is known of a kernel's tiles.
+    """What is known of a kernel's tiles, or of a program's.
 
     Attributes:
-        name: Of the kernel, in dispatch tables.
+        name: Of the kernel, in dispatch tables; "" of a program that is in none.
         tuned: GPU name to dtype to measured shapes with their best configuration.
         refused: Labels of tiles that compute wrongly; never dispatched.
         user: What the user measured of it; None of a kernel that is not an accepted one's folder.
@@ -78,25 +78,35 @@ class TileChoice:
         return next(iter(self.ranked((m, n, k), dtype, gpu, block)), None)
 
     def ranked(
-        self, shape: Shape, dtype: str, gpu: str, block: int | None = None
+        self, shape: Shape, dtype: str, gpu: str | None = None, block: int | None = None
     ) -> list[TileConfig]:
-        """List right configurations with this block, the likely fastest first."""
-        usable = _usable(self.program, shape, block, self.refused)
-        model = self._likely_model(gpu, dtype)
+        """List right configurations with this block, the likely fastest first.
+
+        They are for the first GPU here by default; none where there is none.
+        """
+        if not (gpu := gpu or _gpu_name()):
+            return []
+        program = self.program
+        usable = [
+            config
+            for config in offered(program, [shape])
+            if config.label not in self.refused
+            and (block is None or reduction_block(program, config) == block)
+        ]
+        model = self.model(gpu, dtype, near=True) if self.name else None
         if model is None or not any(config in model.costs for config in usable):
-            model = _prior(self.program, shape, dtype, gpu, self.spills)
+            width = tables.width(dtype)
+            model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=self.spills)
         return [config for config, _ in model.ranked(shape, usable)]
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
-    def model(self, gpu: str, dtype: str) -> Model | None:
-        """Find what was fitted to measurements on a GPU, if anything was."""
-        return tables.find(self.folder, gpu, self.name, self.fitted, dtype)
+    def model(self, gpu: str, dtype: str, *, near: bool = False) -> Model | None:
+        """Find what was fitted to measurements on a GPU, if anything was.
 
-    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
-    def _likely_model(self, gpu: str, dtype: str) -> Model | None:
-        """Find a GPU's model, or what another card's becomes with its SMs."""
-        about = self.name, self.fitted, dtype
-        return tables.find(self.folder, gpu, *about, sms=_gpu(gpu).sms)
+        Where nothing was, `near` takes what another card's becomes with this one's SMs.
+        """
+        sms = _gpu(gpu).sms if near else 0
+        return tables.find(self.folder, gpu, self.name, self.fitted, dtype, sms=sms)
 
     def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
         """Tell whether a file's configuration is one that a tuner may find."""
@@ -105,21 +115,6 @@ class TileChoice:
         if config.swizzle not in (8, *SWIZZLES) or plain not in offered(program, [shape]):
             return False
         return self.refused.isdisjoint((plain.label, config.label))
-
-
-def prior_chooser(
-    program: Program, refused: Collection[str] = (), spills: Mapping[str, int] | None = None
-) -> Chooser:
-    """Make what chooses tiles of a program of which nothing was measured."""
-
-    def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
-        if not (gpu := _gpu_name()):
-            return None
-        model = _prior(program, (m, n, k), dtype, gpu, spills or {})
-        likely = model.ranked((m, n, k), _usable(program, (m, n, k), block, refused))
-        return next((config for config, _ in likely), None)
-
-    return choose
 
 
 def fused_by(first: Chooser, otherwise: Chooser) -> Chooser:
@@ -132,40 +127,12 @@ def fused_by(first: Chooser, otherwise: Chooser) -> Chooser:
     return choose
 
 
-def likely_tiles(
-    program: Program, shape: Shape, dtype: str, gpu: str | None = None
-) -> list[TileConfig]:
-    """Rank a program's configurations by the prior; none without a GPU."""
-    if not (gpu := gpu or _gpu_name()):
-        return []
-    model = _prior(program, shape, dtype, gpu, {})
-    return [config for config, _ in model.ranked(shape, _usable(program, shape))]
-
-
 def scheduled(config: TileConfig, m: int, n: int) -> TileConfig:
     """Have CTAs take tiles as they come free, where that pays in this process."""
     from torch import distributed
 
     known = distributed.is_available() and distributed.is_initialized()
     return config.scheduled(m, n, alone=not known or distributed.get_world_size() == 1)
-
-
-def _usable(
-    program: Program, shape: Shape, block: int | None = None, refused: Collection[str] = ()
-) -> list[TileConfig]:
-    """List right configurations with this reduction block, or any."""
-    return [
-        config
-        for config in offered(program, [shape])
-        if config.label not in refused
-        and (block is None or reduction_block(program, config) == block)
-    ]
-
-
-def _prior(
-    program: Program, shape: Shape, dtype: str, gpu: str, spills: Mapping[str, int]
-) -> Model:
-    return prior(program, shape, _gpu(gpu), element_bytes=tables.width(dtype), spills=spills)
 
 
 @lru_cache(maxsize=1)

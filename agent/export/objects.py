@@ -19,12 +19,12 @@ from coda_agent.primitives.errors import CodaError, CompileError, MachineError
 from coda_agent.primitives.kinds import Output, Resource
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
-from coda_agent.primitives.resources import HalfTile, steps
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.dispatch import Shape
 from coda_agent.runtime.function import reduction_block
 from coda_agent.runtime.kernel import Kernel
 from coda_agent.runtime.operators import Variant, scalars
+from coda_agent.runtime.tensor_checks import TensorChecks
 
 RUN = "sm_90a"
 """The architecture that kernels are judged on; objects for others were compiled and never run."""
@@ -234,19 +234,16 @@ def _variant(
     """Describe a variant to the loader."""
     spec, program = kernel.spec, variant.function.program
     kinds: Mapping[str, type[Resource]] = variant.function.operands
-    shown = [*spec.outputs]
+    checks, shown = TensorChecks(program, variant.function.dtypes), [*spec.outputs]
     forms = {}
     for types in spec.type_choices():
         if (dtype := spec.dtype_of(spec.gemm[0], types)) not in choices.tables:
             continue
         outputs = {o: spec.dtype_of(o, types) for o in program.outputs}
         outputs |= {o: "float32" for o in program.reductions}
-        sizes = [getattr(torch, x).itemsize for x in outputs.values()]
-        half = HalfTile in program.outputs.values()
-        element = getattr(torch, dtype).itemsize
         forms[dtype] = {
             "choice": dtype,
-            "steps": steps(element, sizes, half=half, group=program.group),
+            "steps": checks.steps(getattr(torch, dtype)),
             "operands": [
                 "float32" if not kind.dims else outputs.get(o) or spec.dtype_of(o, types)
                 for o, kind in kinds.items()

@@ -25,7 +25,7 @@ from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime.function import reduction_block
-from coda_agent.runtime.launch import Arguments, Bound, allocate, bind
+from coda_agent.runtime.launch import Arguments, Bound, allocate, launch
 from coda_agent.runtime.plan import finalised
 from coda_agent.runtime.tuning import TunedShape
 from coda_agent.specs import Spec, draw_inputs
@@ -223,7 +223,7 @@ class Launched:
         """Bind the launch, which inputs of every set suit."""
         inputs = self._set(0)
         a, b = (inputs[g] for g in self.spec.gemm)
-        return bind(Arguments(self.program, a, b, inputs, self.outputs, self.config))
+        return launch(Arguments(self.program, a, b, inputs, self.outputs, self.config), run=False)
 
     def __call__(self, i: int) -> dict[str, torch.Tensor]:
         self.launch(i)

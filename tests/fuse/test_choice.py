@@ -1,7 +1,6 @@
 """Which way runs a graph: timed on a GPU, and kept."""
 
 import operator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from coda_agent.fuse.record import recorded
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.tiles import UNFUSED, TileConfig
 from coda_agent.runtime import program_operator, tile_choice
+from coda_agent.runtime.tile_choice import TileChoice
 from tests.fuse.test_regions import D, H, drawn
 
 CAT = torch.ops.aten.cat.default
@@ -176,7 +176,7 @@ def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
                    for x in region.local.outputs)  # fmt: skip
         return [(tiles[1], 1.0), (tiles[0], 2.0)]
 
-    monkeypatch.setattr(build, "likely_tiles", likely)
+    monkeypatch.setattr(TileChoice, "ranked", likely)
     monkeypatch.setattr(tuner, "ranked", ranked)
     monkeypatch.setattr(choice, "fastest", lambda runs: ("the kernel", dict.fromkeys(runs, 1.0)))
     found = choice.timed(around(known, region), kernels[region], torch.device("cpu"))
@@ -277,9 +277,9 @@ def test_tiles_of_fewer_registers_are_tried_and_none_that_failed(
     known, kernels = chosen(recorded(lambda x, w: torch.tanh(F.linear(x, w)), args).graph)
     (region,) = known.regions
     kernel = kernels[region]
-    monkeypatch.setattr(build, "likely_tiles", partial(tile_choice.likely_tiles, gpu="NVIDIA H200"))
+    monkeypatch.setattr(tile_choice, "_gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(build, "_FAILED", set())
-    likely = build.likely_tiles(region.local.program, shape, "bfloat16")
+    likely = TileChoice("", region.local.program).ranked(shape, "bfloat16")
     before = build.tiles_of(kernel, shape)
     assert before[0] == likely[0] and len(before) == 2
     assert all(x.dynamic for x in build.tiles_of(kernel, (1 << 15, 1 << 15, 1024)))
@@ -311,7 +311,7 @@ def test_the_other_tile_is_smaller_where_there_is_one(monkeypatch: pytest.Monkey
         ([square], [square]),
         ([], []),
     ):
-        monkeypatch.setattr(build, "likely_tiles", lambda *_, found=likely: found)
+        monkeypatch.setattr(TileChoice, "ranked", lambda *_, found=likely: found)
         assert build.tiles_of(kernels[region], (24, D, H)) == tried
 
 

@@ -241,7 +241,7 @@ def test_a_call_without_gradients_does_not_detach_a_later_one(
     monkeypatch.delitem(vars(variant.function), "calls", raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(function_module, "supported", lambda _: True)
-        patch.setattr(plan_module, "bind", Launches())
+        patch.setattr(plan_module, "launch", Launches())
         for _ in range(2):
             with torch.no_grad():
                 assert not any(t.requires_grad for t in SWIGLU(*values))

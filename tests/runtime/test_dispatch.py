@@ -101,7 +101,7 @@ def test_what_is_held_back_is_not_fitted() -> None:
 def test_ten_proposals_hold_a_tile_within_2_percent_of_the_best(fitted: Model) -> None:
     for shape in sampled(40, seed=6):
         times = {c: simulated_us(c, shape) for c in offered(plain, [shape])}
-        found = propose(plain, shape, model=fitted)
+        found = propose(plain, shape, model=fitted)[:10]
         assert len(found) == 10 == len(set(found))
         assert min(times[c] for c in found) <= min(times.values()) / 0.98
 
@@ -129,7 +129,8 @@ def test_the_prior_picks_something_on_offer_at_any_size(gpu: Gpu) -> None:
             (65536, 131072, 8192),
             (2**31, 4096, 64),
         ]:
-            assert propose(program, shape, gpu=gpu)[0] in offered(program, [shape])
+            first, _ = prior(program, shape, gpu).ranked(shape)[0]
+            assert first in offered(program, [shape])
 
 
 def test_the_prior_knows_what_a_wave_is() -> None:

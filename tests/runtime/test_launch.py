@@ -35,7 +35,7 @@ from coda_agent.primitives.lower import forget
 from coda_agent.primitives.spread import spread
 from coda_agent.primitives.tiles import UNFUSED, TileConfig
 from coda_agent.runtime import launch as module
-from coda_agent.runtime.launch import Arguments, allocate, bind, launch, launcher
+from coda_agent.runtime.launch import Arguments, allocate, launch, launcher
 from coda_agent.runtime.target import target
 from coda_agent.runtime.tile_choice import scheduled
 
@@ -154,7 +154,7 @@ def test_a_bound_launch_passes_what_quack_passes(
 ) -> None:
     from quack.gemm_runtime.host import run_gemm_epi_plan
 
-    bound = bind(Arguments(program, *given(program, config, seed=1), config))
+    bound = launch(Arguments(program, *given(program, config, seed=1), config), run=False)
     assert not calls
     a, b, operands, outputs = given(program, config, seed=2)
     bound(*listed(program, a, b, operands, outputs))
@@ -203,10 +203,10 @@ def test_a_launcher_that_was_set_sees_bound_launches(
         seen.append((given.program.name, run))
         return real(given, run=run)
 
-    bound = bind(Arguments(added, *given(added, PLAIN), PLAIN))
+    bound = launch(Arguments(added, *given(added, PLAIN), PLAIN), run=False)
     request.addfinalizer(partial(launcher.reset, launcher.set(telling)))
     bound(*listed(added, *given(added, PLAIN)))
-    again = bind(Arguments(added, *given(added, PLAIN), PLAIN))
+    again = launch(Arguments(added, *given(added, PLAIN), PLAIN), run=False)
     assert seen == [("added", True), ("added", False)] and len(calls) == 1
     again(*listed(added, *given(added, PLAIN)))
     launch(Arguments(added, *given(added, PLAIN), PLAIN))
@@ -231,7 +231,7 @@ def test_rows_apart_are_launched_from_the_lower_address(
     even, odd = {"falling": turned, "captured": turned, "one": one}.get(case, (low, high))
     a, program = torch.empty(3, 2), spread(gated)
     given = Arguments(program, a, even, {"odd_rows": odd}, {}, PLAIN)
-    bind(given)([a, even, odd], [torch.empty(0)])
+    launch(given, run=False)([a, even, odd], [torch.empty(0)])
     ((ran, (_, first, second)),) = launched
     assert (ran.digest != program.digest) is (case == "falling")
     assert second.data_ptr() > first.data_ptr()

@@ -136,7 +136,7 @@ def test_a_second_call_asks_for_no_signature(
             want = [run(*(values := given(seed, static)), **static) for seed in range(3)]
             after = [t for t in values if isinstance(t, torch.Tensor)]
             patch.setattr(function_module, "supported", lambda _: True)
-            patch.setattr(plan_module, "bind", Launches())
+            patch.setattr(plan_module, "launch", Launches())
             for seed in range(3):
                 got = run(*(values := given(seed, static)), **static)
                 torch.testing.assert_close(got, want[seed], rtol=2**-6, atol=1e-5)

@@ -57,13 +57,14 @@ def facts(t: Any) -> Any:
 
 
 class Launches:
-    """Stands in for `bind`. What it gives interprets into the buffers it is handed, which must be
+    """Stands in for `launch`. What it gives interprets into the buffers it is handed, which must be
     as those it was bound to."""
 
     def __init__(self) -> None:
         self.bound = 0
 
-    def __call__(self, given: Arguments) -> Bound:
+    def __call__(self, given: Arguments, *, run: bool) -> Bound:
+        assert not run
         program, a, b, operands, outputs, config, _ = given
         self.bound += 1
         expected = [facts(t) for t in (a, b, *(operands[o] for o in program.operands))]
@@ -90,7 +91,7 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
     monkeypatch.setattr(function_module, "supported", lambda _: True)
-    monkeypatch.setattr(plan_module, "bind", found)
+    monkeypatch.setattr(plan_module, "launch", found)
     return found
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
+T = TypeVar("T")
 CASTS = ("_to_copy", "convert_element_type")
 """Names of calls that only change the element type."""
 RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze")
@@ -70,11 +71,9 @@ def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.
     return reached(later(nodes), lambda node: later(node.all_input_nodes))
 
 
-def reached(
-    starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
-) -> set[fx.Node]:
+def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> set[T]:
     """Collect nodes, and those that `step` leads to from each."""
-    seen, pending = set[fx.Node](), [*starts]
+    seen, pending = set[T](), [*starts]
     while pending:
         if (node := pending.pop()) not in seen:
             seen.add(node)

@@ -12,7 +12,7 @@ import torch
 from coda_agent.agent.export.loader.call import Chosen, buffer, extents, led, planned
 from coda_agent.agent.export.loader.fold import Fold, folding
 from coda_agent.agent.export.loader.store import KernelError, Store
-from coda_agent.runtime.call_cache import CallPlan, Calls, picked
+from coda_agent.runtime.call_cache import CallPlan, Calls, differentiated, picked
 
 _CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
 
@@ -95,7 +95,7 @@ class Variant:
         return KernelError(f"{self._name}: {message}")
 
     def refuse_gradients(self, values: Sequence[object]) -> None:
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values):
+        if differentiated(values):
             raise self._error(
                 "has no backward pass, but an input requires a gradient; use torch.no_grad()"
             )
