@@ -99,7 +99,7 @@ class Reduction(Output):
 
         name = lowering.names[o]
         if o in lowering.masked:
-            from coda_agent.primitives.masked_sum import MaskedColSum, MaskedRowSum
+            from coda_agent.primitives.stores import MaskedColSum, MaskedRowSum
 
             return (MaskedColSum if cls.over_rows else MaskedRowSum)(name)
         if cls.combine == "logsumexp":
