@@ -256,15 +256,11 @@ class Mod(frontend.EpiMod):
 
 def _grouped(minted: Any, replay: Lowering) -> Any:
     """Give a class the statistics of groups and values of places."""
-    if spans(replay.program.graph):
-        from coda_agent.primitives.group_fold import with_groups
+    if not spans(replay.program.graph) and not replay.program.placed:
+        return minted
+    from coda_agent.primitives.group_fold import with_values
 
-        minted = type(minted.__name__, (minted,), with_groups(minted, replay))
-    if nodes := replay.program.placed:
-        from coda_agent.primitives.placed_tiles import with_places
-
-        minted = type(minted.__name__, (minted,), with_places(minted, replay, nodes))
-    return minted
+    return type(minted.__name__, (minted,), with_values(minted, replay))
 
 
 def _checked(minted: Any, replay: Lowering) -> type:
