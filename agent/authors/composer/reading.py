@@ -190,11 +190,9 @@ class Reading:
         steps, back = tuple(stand.steps(self._sizes)), tuple(stand.back(self._sizes))
         dtype = node.meta["val"].dtype
         steps = self.traced.part(node) + steps
-        if node not in self.merged.packed:
-            return Port(name, self.traced.user(node), steps, back, dtype)
-        pieces, dim = self.merged.packed[node]
-        parts = tuple(Port(name, x, views, (), dtype) for x, views in pieces)
-        return Port(name, None, steps, back, dtype, parts, dim)
+        if (packed := self.merged.packed.get(node)) is not None:
+            return replace(packed, steps=steps, back=back)
+        return Port(name, self.traced.user(node), steps, back, dtype)
 
     @cached_property
     def _sizes(self) -> dict[Axis, int]:
