@@ -26,15 +26,14 @@ KINDS = (
     "extension",
 )
 _FUNCTIONS = {
-    **dict.fromkeys(("group_max", "group_mean", "group_min", "group_sum"), "group"),
-    **dict.fromkeys(("exchange", "rotate_half"), "group"),
-    "pairs": "pairwise",
-    "interleave": "pairwise",
+    "program": "program",
+    "groups": "group",
+    "pairwise": "pairwise",
     "rotary": "pairwise",
-    "rotate": "pairwise",
     "gather": "select",
     "ptx": "extension",
 }
+"""What functions are, by their module; those of others are elementwise."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def _entry(name: str, item: type | Callable[..., object]) -> Entry:
     doc = inspect.cleandoc(item.__doc__ or "")
     doc += _instructions() * (name == "ptx")
     signature = name if inspect.isclass(item) else name + _parameters(item)
-    return Entry(name, _kind(name, item), signature, doc.split("\n")[0], doc)
+    return Entry(name, _kind(item), signature, doc.split("\n")[0], doc)
 
 
 @cache
@@ -80,12 +79,10 @@ def _parameters(item: Callable[..., object]) -> str:
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
-def _kind(name: str, item: object) -> str:
-    if name == "epilogue":
-        return "program"
+def _kind(item: type | Callable[..., object]) -> str:
     if inspect.isclass(item):
         if issubclass(item, Reduction):
             return "reduction"
         ways = {"load": Operand, "store": Output}
         return ", ".join(way for way, kind in ways.items() if issubclass(item, kind))
-    return _FUNCTIONS.get(name, "elementwise")
+    return _FUNCTIONS.get(item.__module__.rpartition(".")[2], "elementwise")

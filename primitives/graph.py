@@ -110,9 +110,13 @@ class Graph:
         operands: Mapping[str, object],
         apply: Callable[..., object],
         known: Mapping[int, object] | None = None,
+        number: Callable[[float], object] = lambda x: x,
     ) -> list[Any]:
-        """Compute every node: `apply(op, *arguments)` gives operations their meaning on the
-        caller's kind of value; `known` are values of some nodes."""
+        """Compute every node, in the caller's kind of value.
+
+        Operations mean `apply(op, *arguments)`, constants `number(value)`; `known` are values of
+        some nodes.
+        """
         values: list[Any] = []
         for i, n in enumerate(self.nodes):
             match n.op:
@@ -123,7 +127,7 @@ class Graph:
                 case "operand":
                     value = operands[n.name]
                 case "const":
-                    value = n.value
+                    value = number(n.value)
                 case op:
                     value = apply(op, *(values[a] for a in n.args))
             values.append(value)

@@ -1,10 +1,10 @@
-"""Statistics of groups of columns in a kernel; for the lowering alone.
+"""Statistics of groups of columns, and places, in a kernel; for the lowering alone.
 
 - quack visits the accumulator once before it stores, for statistics (its prepass). Here that visit
   keeps the values, which stay in registers, and at its end folds each statistic.
 - A group's columns of one row lie in one thread or in the lanes of a quad. Each thread folds its
   own, and the quad exchanges.
-- The visit that stores reads the statistics as if they were a tile's.
+- The visit that stores reads the statistics, and values of places, as if they were a tile's.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cutlass import Float32, Numeric, cute
+from cutlass import Float32, Int32, Numeric, cute
 from cutlass.cutlass_dsl import select_
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import EpiContext
 
 from coda_agent.primitives.fast_math import Lanes, Register, binary
 from coda_agent.primitives.graph import Graph, Node
-from coda_agent.primitives.group_store import Coord, Places
+from coda_agent.primitives.group_store import Coord, Fragments, Places
 from coda_agent.primitives.groups import MOVED, ROTATED, spans
 from coda_agent.primitives.kinds import Lowering
-from coda_agent.primitives.placed_tiles import fed, name_of
+from coda_agent.primitives.placed_tiles import name_of, tiles_of
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
@@ -209,9 +209,10 @@ class _Values:
         return {self.places.of(*element): element for element in elements}
 
 
-def with_groups(base: Any, replay: Lowering) -> dict[str, Any]:
-    """Make methods of a kernel class that give `replay` its groups' statistics."""
+def with_values(base: Any, replay: Lowering) -> dict[str, Any]:
+    """Make methods of a kernel class that give `replay` values of groups and places."""
     names, paired = replay.names, 2 if replay.program.paired else 1
+    grouped = bool(spans(replay.program.graph))
     kinds = dict(base._epi_mod_operands)
 
     def to_arguments(self: Any, *args: object, **options: object) -> object:
@@ -221,10 +222,12 @@ def with_groups(base: Any, replay: Lowering) -> dict[str, Any]:
 
     def begin(
         self: Any, params: object, smem: object, epi_tile: object, t2r: object, r2s: object,
-        tile: object, varlen: object, barrier: object, tidx: object, *rest: object,
+        tile: tuple[Int32, ...], varlen: object, barrier: object, tidx: object, *rest: object,
     ) -> dict[str, Any]:  # fmt: skip
         given = epi_tile, t2r, r2s, tile, varlen, barrier, tidx
-        places = Places(EpiContext(self, *given))
+        ctx = EpiContext(self, *given)
+        self.fragments = fragments = (Places if grouped else Fragments)(ctx)
+        self.first_place = tile[0] * ctx.tile_M, tile[1] * ctx.tile_N
         tensors = base.epi_begin(self, params, smem, *given, *rest)
         ops = {op.name: op for op in self._epi_ops}
 
@@ -239,7 +242,8 @@ def with_groups(base: Any, replay: Lowering) -> dict[str, Any]:
                 held[o, coord] = ops[names[o]].begin_loop(self, state, coord)
             return _lanes(held[o, coord], i, kind, paired)
 
-        self.group_values = _Values(replay.program, replay.apply, load, places)
+        if isinstance(fragments, Places):
+            self.group_values = _Values(replay.program, replay.apply, load, fragments)
         return tensors
 
     def visit(
@@ -253,19 +257,25 @@ def with_groups(base: Any, replay: Lowering) -> dict[str, Any]:
         self.group_values.fold()
 
     def store(self: Any, params: object, tensors: dict, acc: cute.Tensor, *rest: object) -> tuple:
-        tiles = self.group_values.tiles(self.group_coord, acc, paired)
-        fed(self, tiles)
+        coord = self.subtile
+        at = self.fragments.coordinates[None, None, None, coord[0], coord[1]]
+        scalars = {o: tensors[name] for o, name in names.items() if kinds.get(name) == "scalar"}
+        tiles = tiles_of(replay, acc, self.first_place, at, scalars)
+        if grouped:
+            tiles |= self.group_values.tiles(coord, acc, paired)
+        others = (x for x in self._epi_mod_operands if x[0] not in tiles)
+        self._epi_mod_operands = (*others, *((name, "tile") for name in tiles))
         return base.epi_visit_subtile(self, params, {**tensors, **tiles}, acc, *rest)
 
     def begin_loop(self: Any, params: object, tensors: object, coord: Coord) -> object:
-        self.group_coord = coord
+        self.subtile = coord
         return base.epi_begin_loop(self, params, tensors, coord)
 
-    return {
-        "epi_to_underlying_arguments": to_arguments,
-        "epi_begin": begin,
-        "epi_begin_loop": begin_loop,
-        "epi_prepass_subtile": visit,
-        "epi_prepass_end": end,
-        "epi_visit_subtile": store,
-    }
+    methods = {"epi_begin": begin, "epi_begin_loop": begin_loop, "epi_visit_subtile": store}
+    if grouped:
+        methods |= {
+            "epi_to_underlying_arguments": to_arguments,
+            "epi_prepass_subtile": visit,
+            "epi_prepass_end": end,
+        }
+    return methods

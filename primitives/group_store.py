@@ -60,7 +60,17 @@ class Places(Fragments):
         return (coord[0], rows[i]), coord[1] * self.columns + columns[i]
 
 
-class GroupStore(EpiOp):
+class Given(EpiOp):
+    """An operation whose argument enters the kernel as it is."""
+
+    def param_fields(self) -> list[tuple[str, type, None]]:
+        return [(self.name, object, None)]
+
+    def to_params(self, gemm: object, args: object) -> dict[str, object]:
+        return {self.name: getattr(args, self.name)}
+
+
+class GroupStore(Given):
     """A store of each group's first column, out of its register."""
 
     fn_port = "sink"
@@ -80,12 +90,6 @@ class GroupStore(EpiOp):
 
     def host_validate(self, value: object, **context: object) -> None:
         """Check nothing: `allocate` made the tensor."""
-
-    def param_fields(self) -> list[tuple[str, type, None]]:
-        return [(self.name, object, None)]
-
-    def to_params(self, gemm: object, args: object) -> dict[str, object]:
-        return {self.name: getattr(args, self.name)}
 
     def begin(self, gemm: object, param: Any, smem_tensor: object, ctx: EpiContext) -> State:
         out = param if cute.rank(param) == 2 else param[ctx.batch_idx, None, None]

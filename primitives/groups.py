@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.kinds import FLOATS, Lowering, Operand, Output
-from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, nonlinear
+from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, nonlinear, untraced
 from coda_agent.primitives.tables import Table
 
 if TYPE_CHECKING:
@@ -137,17 +137,13 @@ def folded(which: str, x: torch.Tensor, width: int) -> torch.Tensor:
     return found.expand_as(groups).flatten(-2)
 
 
-def _untraced(*_: object) -> NoReturn:
-    raise AssertionError("a group's statistic needs its other elements")
-
-
 for _which in ("sum", "max", "min", *MOVED):
     for _width in _ALLOWED.get(_which, WIDTHS):
         _name = f"{_named(_which)} {_width}"
         GROUPS[_name] = Op(
             _name,
             partial(folded, _which, width=_width),
-            _untraced,
+            untraced,
             arity=1,
             call=partial(_recorded, _which, width=_width),
             edge=kept,

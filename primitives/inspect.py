@@ -75,13 +75,12 @@ def roofline(facts: Inspection, ceiling: Ceiling) -> Roofline:
 
 def degrees(graph: Graph) -> list[Degree]:
     """Find the degree of every node in the accumulator."""
-    out: list[Degree] = []
-    for n in graph.nodes:
-        if n.args:
-            out.append(operation(n.op).degree(*(out[a] for a in n.args)))
-        else:
-            out.append(Degree.LINEAR if n.op == "acc" else Degree.CONSTANT)
-    return out
+    return graph.replay(
+        Degree.LINEAR,
+        dict.fromkeys((n.name for n in graph.nodes), Degree.CONSTANT),
+        lambda op, *args: operation(op).degree(*args),
+        number=lambda _: Degree.CONSTANT,
+    )
 
 
 def launches(

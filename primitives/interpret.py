@@ -20,6 +20,7 @@ from coda_agent.primitives.operation import Term
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.rounding import rounded
 
 
 def evaluate(
@@ -84,14 +85,8 @@ def interpret(
         else:
             stored = kind.taken(value.expand(acc.shape[0], *value.shape[1:])).contiguous()
             exact = compute is torch.float64
-            results[name] = stored if exact else _rounded(stored, dtypes[name])
+            results[name] = stored if exact else rounded(stored, dtypes[name]).to(dtypes[name])
             if kind.accumulates:
                 held = operands[name].to(compute) + results[name].to(compute)
                 results[name] = held if exact else held.to(dtypes[name])
     return results
-
-
-def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert as the kernel's store, which saturates where torch gives NaN."""
-    largest = torch.finfo(dtype).max
-    return (value.clamp(-largest, largest) if dtype.itemsize == 1 else value).to(dtype)

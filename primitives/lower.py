@@ -236,16 +236,10 @@ def zero_preserving(
     graph: Graph, operands: Mapping[str, type[Operand]], *, past_rows: bool = False
 ) -> list[bool]:
     """Tell which nodes are 0 past the last column, or row."""
-    edges: list[Edge] = []
-    for n in graph.nodes:
-        match n.op:
-            case "acc":
-                edge = Edge(True, True)
-            case "operand":
-                edge = operands[n.name].edges[past_rows]
-            case "const":
-                edge = Edge(n.value == 0.0, math.isfinite(n.value))
-            case op:
-                edge = operation(op).edge(*(edges[a] for a in n.args))
-        edges.append(edge)
+    edges = graph.replay(
+        Edge(True, True),
+        {o: kind.edges[past_rows] for o, kind in operands.items()},
+        lambda op, *args: operation(op).edge(*args),
+        number=lambda x: Edge(x == 0.0, math.isfinite(x)),
+    )
     return [edge.zero for edge in edges]

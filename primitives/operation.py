@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
@@ -131,6 +131,11 @@ def elementwise(cute: Callable[..., Any], **facts: Any) -> Decorator:
         return call
 
     return decorate
+
+
+def untraced(*_: object) -> NoReturn:
+    """Stand for the lowering of what an element's own values do not give."""
+    raise AssertionError("it needs other elements, or its place")
 
 
 def as_tensors(*values: Term) -> tuple[torch.Tensor, ...]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value
-from coda_agent.primitives.operation import PLACED, Degree, Edge, Op, Term
+from coda_agent.primitives.operation import PLACED, Degree, Edge, Op, Term, untraced
 
 if TYPE_CHECKING:
     from cutlass import Uint32
@@ -179,10 +179,6 @@ def _columns(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.shape[1], device=x.device).to(x.dtype).expand(x.shape)
 
 
-def _untraced(*_: object) -> NoReturn:
-    raise AssertionError("a place is not known by the values there")
-
-
 for _name, _torch, _call, _flops in (
     ("row_index", _rows, row_index, 0),
     ("column_index", _columns, column_index, 0),
@@ -191,7 +187,7 @@ for _name, _torch, _call, _flops in (
     PLACED[_name] = Op(
         _name,
         _torch,
-        _untraced,
+        untraced,
         arity=3 if _flops else 1,
         call=_call,
         flops=_flops,

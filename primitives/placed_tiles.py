@@ -10,7 +10,6 @@ from typing import Any
 
 from cutlass import Float32, Int32, Numeric, Uint32, cute
 from cutlass.cutlass_dsl import select_
-from quack.epilogue.ops import EpiContext
 from quack.rounding import mul_wide_u32
 
 from coda_agent.primitives.fast_math import Register
@@ -50,50 +49,25 @@ def _number(graph: Graph, node: int, scalars: Mapping[str, Register]) -> int | N
     return int(n.value) if n.op == "const" else Float32(scalars[n.name]).to(Uint32)
 
 
-def with_places(base: Any, replay: Lowering, nodes: list[int]) -> dict[str, Any]:
-    """Make methods of a kernel class that give `replay` these nodes' values."""
-    graph, names = replay.program.graph, replay.names
-    kinds = dict(base._epi_mod_operands)
+def tiles_of(
+    replay: Lowering, acc: cute.Tensor, first: tuple[Int32, Int32], at: Any,
+    scalars: Mapping[str, Register],
+) -> dict[str, cute.Tensor]:  # fmt: skip
+    """Give places' values at the elements of a subtile, which is like `acc`.
 
-    def begin(
-        self: Any, params: object, smem: object, epi_tile: object, t2r: object, r2s: object,
-        tile: tuple[Int32, ...], varlen: object, barrier: object, tidx: object, *rest: object,
-    ) -> Any:  # fmt: skip
-        given = epi_tile, t2r, r2s, tile, varlen, barrier, tidx
-        ctx = EpiContext(self, *given)
-        identity = cute.make_identity_tensor((ctx.tile_M, ctx.tile_N))
-        self.placed_at = ctx.partition_for_epilogue_fn(identity)
-        self.placed_first = tile[0] * ctx.tile_M, tile[1] * ctx.tile_N
-        return base.epi_begin(self, params, smem, *given, *rest)
-
-    def begin_loop(self: Any, params: object, tensors: dict, coord: tuple[int, int]) -> Any:
-        self.placed_coord = coord
-        return base.epi_begin_loop(self, params, tensors, coord)
-
-    def visit(self: Any, params: object, tensors: dict, acc: cute.Tensor, *rest: object) -> Any:
-        at = self.placed_at[None, None, None, self.placed_coord[0], self.placed_coord[1]]
-        of = {names[o]: o for o in names}
-        scalars = {of[name]: tensors[name] for name, kind in kinds.items() if kind == "scalar"}
-        tiles = {}
-        for node in nodes:
-            tile = cute.make_rmem_tensor(acc.layout.shape, Float32)
-            for i in range(0, cute.size(acc), 2):
-                row = self.placed_first[0] + at[i][0]
-                columns = [self.placed_first[1] + at[i + e][1] for e in (0, 1)]
-                tile[i], tile[i + 1] = placed(graph, node, row, columns, scalars)
-            tiles[name_of(node)] = tile
-        fed(self, tiles)
-        return base.epi_visit_subtile(self, params, {**tensors, **tiles}, acc, *rest)
-
-    return {"epi_begin": begin, "epi_begin_loop": begin_loop, "epi_visit_subtile": visit}
+    They lie `at` rows and columns of a tile, whose `first` ones are given.
+    """
+    graph, tiles = replay.program.graph, {}
+    for node in replay.program.placed:
+        tile = cute.make_rmem_tensor(acc.layout.shape, Float32)
+        for i in range(0, cute.size(acc), 2):
+            row = first[0] + at[i][0]
+            columns = [first[1] + at[i + e][1] for e in (0, 1)]
+            tile[i], tile[i + 1] = placed(graph, node, row, columns, scalars)
+        tiles[name_of(node)] = tile
+    return tiles
 
 
 def name_of(node: int) -> str:
     """Name a node that the storing visit reads as a tile."""
     return f"node_{node}"
-
-
-def fed(kernel: Any, tiles: Mapping[str, cute.Tensor]) -> None:
-    """Have the visit of `kernel` read `tiles` too."""
-    others = (x for x in kernel._epi_mod_operands if x[0] not in tiles)
-    kernel._epi_mod_operands = (*others, *((name, "tile") for name in tiles))

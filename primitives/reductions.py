@@ -54,6 +54,12 @@ class Reduction(Output):
         return m, -(-n // config.tile_n)
 
     @classmethod
+    def combined(cls, x: torch.Tensor) -> torch.Tensor:
+        """Combine the elements of the last dimension."""
+        ways = {"add": x.sum, "max": x.amax, "min": x.amin, "logsumexp": x.logsumexp}
+        return ways[cls.combine](-1)
+
+    @classmethod
     def partials(cls, value: torch.Tensor, block: int) -> torch.Tensor:
         """Reduce `value` (M, N) over blocks of columns, or of rows.
 
@@ -66,13 +72,10 @@ class Reduction(Output):
         blocks, identity = -(-folded // block), cls.identity()
         padded = torch.nn.functional.pad(value, (0, blocks * block - folded), value=identity)
         tiles = padded.reshape(kept, blocks, block)
-        if cls.combine == "logsumexp":
-            return tiles.logsumexp(-1)
-        if cls.combine in ("max", "min"):
-            # As the GPU: over rows NaN is passed over.
-            known = torch.where(tiles.isnan(), identity, tiles) if cls.over_rows else tiles
-            return known.amax(-1) if cls.combine == "max" else known.amin(-1)
-        return tiles.sum(-1) / block if cls.mean else tiles.sum(-1)
+        if cls.over_rows and cls.combine in ("max", "min"):  # as the GPU, which passes NaN over
+            tiles = torch.where(tiles.isnan(), identity, tiles)
+        found = cls.combined(tiles)
+        return found / block if cls.mean else found
 
     @classmethod
     def finalise(cls, raw: torch.Tensor, folded: int, block: int) -> torch.Tensor:
@@ -82,11 +85,7 @@ class Reduction(Output):
             from coda_agent.primitives.fold import fold
 
             return fold(raw, *way)
-        if cls.combine == "logsumexp":
-            return raw.logsumexp(-1)
-        if cls.combine in ("max", "min"):
-            return raw.amax(-1) if cls.combine == "max" else raw.amin(-1)
-        return raw.sum(-1) * way[1]
+        return cls.combined(raw) * way[1]
 
     @classmethod
     def way(cls, folded: int, block: int) -> tuple[str, float, float]:
@@ -99,7 +98,7 @@ class Reduction(Output):
 
         name = lowering.names[o]
         if o in lowering.masked:
-            from coda_agent.primitives.masked_sum import MaskedColSum, MaskedRowSum
+            from coda_agent.primitives.stores import MaskedColSum, MaskedRowSum
 
             return (MaskedColSum if cls.over_rows else MaskedRowSum)(name)
         if cls.combine == "logsumexp":

@@ -5,7 +5,7 @@
   lanes at full width. So `PairStore` poses as a reduction to collect its values, and as a tile
   store to write them.
 - Its half-width store permutes 8-bit values for SM90 too, but declares them for SM100 only.
-- Its maximum passes NaN over, where PyTorch's gives NaN.
+- Its maximum passes NaN over, where PyTorch's gives NaN. Its sums take in what lies past the edge.
 - Its target select writes float32 only, trusts the index, and leaves rows unwritten.
 - It compiles kernels whose epilogue leaves room for one stage of the mainloop; they deadlock.
 - It puts K in parts only where the GEMM's own store D exists, though only host code reads D.
@@ -23,12 +23,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, cute
 from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue import frontend
-from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiContext, EpiOp, TileStore
+from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiContext, RowVecReduce, TileStore
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
 from coda_agent.primitives.deferred import torch
-from coda_agent.primitives.group_store import Coord, State
+from coda_agent.primitives.group_store import Coord, Given, State
 from coda_agent.primitives.groups import spans
 from coda_agent.primitives.kinds import Lowering
 from coda_agent.primitives.wide import wide_access
@@ -117,7 +117,7 @@ def _among(numbers: list[int], x: Int32) -> Boolean:
     return found
 
 
-class Address(EpiOp):
+class Address(Given):
     """An address that the host's part of a kernel reads, and nothing else."""
 
     def host_arg_key(self, value: object) -> Any:
@@ -128,12 +128,6 @@ class Address(EpiOp):
 
     def arg_spec_type(self, const: bool = False) -> Any:
         return Int64
-
-    def param_fields(self) -> list[tuple[str, type, None]]:
-        return [(self.name, object, None)]
-
-    def to_params(self, gemm: object, args: object) -> dict[str, object]:
-        return {self.name: getattr(args, self.name)}
 
 
 def _spread(even: Any, odd: Int64) -> cute.Tensor:
@@ -176,6 +170,38 @@ class MinReduce(MaxReduce):
 
     def _finalize(self, vals: list[Float32]) -> Numeric:
         return -vals[0]
+
+
+class _Masked:
+    """Sets elements past the edge to 0 before they are folded.
+
+    Past the edge the accumulator and TMA-loaded tiles read 0, but vectors read whatever shared
+    memory held, so a value that is not 0 there (a bias, σ(0) = ½) would leak into the last block.
+    quack 0.6.5 masks maxima only.
+    """
+
+    def _mask_oob_active(self) -> bool:
+        return True
+
+    @cute.jit
+    def _mask_oob(self: Any, frag, coords, limit, tile_shape_mn):
+        axis = self._reduce_dim()
+        stride = (1, 0) if axis == 0 else (0, 1)
+        places = cute.composition(cute.make_layout(tile_shape_mn, stride=stride), coords.layout)
+        inside = limit - coords[0][axis]
+        for i in cutlass.range(  # pyright: ignore[reportPrivateImportUsage]
+            cute.size(frag), unroll_full=True
+        ):
+            place = cute.crd2idx(i, places)
+            frag[i] = frag[i] if place < inside else 0.0
+
+
+class MaskedRowSum(_Masked, ColVecReduce):
+    """quack's sum over the columns of each row, without columns past N."""
+
+
+class MaskedColSum(_Masked, RowVecReduce):
+    """quack's sum over the rows of each column, without rows past M."""
 
 
 class PairStore(TileStore):
@@ -230,15 +256,11 @@ class Mod(frontend.EpiMod):
 
 def _grouped(minted: Any, replay: Lowering) -> Any:
     """Give a class the statistics of groups and values of places."""
-    if spans(replay.program.graph):
-        from coda_agent.primitives.group_fold import with_groups
+    if not spans(replay.program.graph) and not replay.program.placed:
+        return minted
+    from coda_agent.primitives.group_fold import with_values
 
-        minted = type(minted.__name__, (minted,), with_groups(minted, replay))
-    if nodes := replay.program.placed:
-        from coda_agent.primitives.placed_tiles import with_places
-
-        minted = type(minted.__name__, (minted,), with_places(minted, replay, nodes))
-    return minted
+    return type(minted.__name__, (minted,), with_values(minted, replay))
 
 
 def _checked(minted: Any, replay: Lowering) -> type:

@@ -16,10 +16,10 @@ from cutlass import Float32, Int32, Int64, Numeric, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass._mlir_helpers.arith import ArithValue
 from quack.cute_dsl_utils import torch2cute_dtype_map
-from quack.epilogue.ops import EpiContext, EpiOp
+from quack.epilogue.ops import EpiContext
 
 from coda_agent.primitives.deferred import torch
-from coda_agent.primitives.group_store import Coord, Fragments, State
+from coda_agent.primitives.group_store import Coord, Fragments, Given, State
 
 if TYPE_CHECKING:
     from coda_agent.primitives.tables import Table
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Size = tuple[Place, Place]
 
 
-class TableLoad(EpiOp):
+class TableLoad(Given):
     """A value for each element, found by `kind.entry` in a strided matrix."""
 
     fn_port = "tile"
@@ -56,12 +56,6 @@ class TableLoad(EpiOp):
             stride=(cute.sym_int64(divisibility=2 if whole else 1), 1),
             assumed_align=dtype.width // (4 if whole else 8),
         )
-
-    def param_fields(self) -> list[tuple[str, type, None]]:
-        return [(self.name, object, None)]
-
-    def to_params(self, gemm: object, args: object) -> dict[str, object]:
-        return {self.name: getattr(args, self.name)}
 
     def begin(
         self, gemm: object, param: cute.Tensor, smem_tensor: object, ctx: EpiContext

@@ -5,13 +5,11 @@ from typing import Annotated, Literal
 from coda_agent.agent.authors.composer import Composer, handed_over
 from coda_agent.agent.judge import static
 from coda_agent.agent.judge.compile_gate import check_signature
-from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.workbench.feedback import lines_of
 from coda_agent.agent.workbench.registry import Result, ToolError, bounded, told, tool
 from coda_agent.agent.workbench.session import Proposal, Workbench
 from coda_agent.primitives.syntax import MAX_CHARACTERS
-from coda_agent.specs import Spec
 
 Level = Annotated[
     Literal["static", "compile", "interpret", "gpu"],
@@ -74,16 +72,11 @@ def _saved(bench: Workbench, text: str) -> Result:
         raise ToolError(f"a candidate has at most {MAX_CHARACTERS} characters and no secrets")
     digest = bench.log.candidate(text)
     said = f"candidate {digest}, {len(text.splitlines())} lines"
-    found = first_findings(bench.spec, text)
+    programs, found = static.read_candidate(bench.spec, text)
+    found = found or check_signature(bench.spec, programs)
     if "diagnosis" in bench.withheld:
         said += ", refused" * bool(found)
     else:
         lines = (f"\n{line}" for finding in found for line in lines_of(finding))
         said += "".join(lines) or ", names and shapes fit the spec"
     return Result(text=said, data={"findings": len(found)})
-
-
-def first_findings(spec: Spec, text: str) -> list[Finding]:
-    """Find what shows at once, in the text or the signature."""
-    programs, findings = static.read_candidate(spec, text)
-    return findings or check_signature(spec, programs)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.authors.composer.calls import (
     CASTS,
+    COPIES,
     RESHAPES,
     argument,
     bounds,
@@ -30,7 +31,7 @@ from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import ORIGIN, Retraced
 
 aten = torch.ops.aten
-_SAME = (*CASTS, "clone", "alias", "contiguous")
+_SAME = (*CASTS, *COPIES)
 Dim = tuple[int, int]
 """A dim of a value that counts blocks of columns, and how many columns each has."""
 
@@ -106,7 +107,7 @@ class _Whole:
             others = tree_leaves((call.args[1:], call.kwargs))
             if not all(isinstance(x, int | None) for x in others):
                 return False  # symbols, which have their hints here
-            at, start, stop, step = _bounds(node)
+            at, start, stop, step = bounds(node)
             if at == dim and step == 1 and start < stop:
                 self.ranges[node] = start * block, stop * block
                 return True
@@ -188,16 +189,6 @@ class _Whole:
             return self.traced.enter_range(x, dim % count, start, stop)
         part = self.traced.graph.call_function(x.target, args, x.kwargs)  # pyright: ignore[reportArgumentType]
         return valued(part, x, shape)
-
-
-def _bounds(node: fx.Node) -> tuple[int, int, int, int]:
-    """Find dim, start, stop and step of a slice or of what is selected."""
-    if name_of(node) == "slice":
-        return bounds(node)
-    shape = shape_of(node.args[0])
-    dim = argument(node, 1, "dim") % len(shape)
-    start = argument(node, 2, "index") % shape[dim]
-    return dim, start, start + 1, 1
 
 
 def _reshaped(x: fx.Node, like: fx.Node, shape: Any = None) -> fx.Node:

@@ -14,7 +14,14 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from coda_agent.agent.authors.composer.calls import argument, bounds, name_of, shape_of
+from coda_agent.agent.authors.composer.calls import (
+    COPIES,
+    RESHAPES,
+    argument,
+    bounds,
+    name_of,
+    shape_of,
+)
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.primitives.errors import ProgramError
 
@@ -355,9 +362,8 @@ def _new(axes: Axes, node: fx.Node) -> list[Dim]:
 
 
 _RULES: dict[str, Callable[[Axes, fx.Node], list[Dim]]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
-    **dict.fromkeys(("squeeze", "unsqueeze"), _view),
-    **dict.fromkeys(("alias", "clone", "detach", "contiguous", "flip", "roll"), _same),
+    **dict.fromkeys(RESHAPES, _view),
+    **dict.fromkeys((*COPIES, "detach", "flip", "roll"), _same),
     **dict.fromkeys(("tril", "triu", "cumsum", "_softmax", "_log_softmax"), _same),
     **dict.fromkeys(("permute", "t"), _permute),
     **dict.fromkeys(REDUCTIONS, _reduce),

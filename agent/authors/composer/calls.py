@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,10 @@ CASTS = ("_to_copy", "convert_element_type")
 """Names of calls that only change the element type."""
 RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze")
 """Names of calls that give the same elements, in their order, another shape."""
+COPIES = ("alias", "clone", "contiguous")
+"""Names of calls that give the same tensor."""
+VIEWS = (*RESHAPES, *COPIES, "detach", "permute", "t", "transpose")
+"""Names of calls that give all elements of a tensor, moved at most."""
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
@@ -29,6 +33,13 @@ def name_of(node: fx.Node) -> str:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether a call computes element by element."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def behind(node: fx.Node, names: Collection[str]) -> fx.Node:
+    """Find what calls of these names, one on the other, begin with."""
+    while node.op == "call_function" and name_of(node) in names:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def valued(node: fx.Node, like: fx.Node, shape: Iterable[int]) -> fx.Node:
@@ -51,10 +62,13 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 
 def bounds(node: fx.Node) -> tuple[int, int, int, int]:
-    """Find dim, start, stop and step of a slice or scatter."""
+    """Find dim, start, stop and step of a slice, a scatter or what is selected."""
     shift = name_of(node) == "slice_scatter"
     shape = shape_of(node.args[0])
     dim = argument(node, 1 + shift, "dim", 0) % len(shape)
+    if name_of(node) == "select":
+        start = argument(node, 2, "index") % shape[dim]
+        return dim, start, start + 1, 1
     start = argument(node, 2 + shift, "start") or 0
     stop = argument(node, 3 + shift, "end")
     size = shape[dim]

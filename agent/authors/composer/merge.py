@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.axes import PRODUCTS
 from coda_agent.agent.authors.composer.calls import name_of, shape_of
+from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
-from coda_agent.agent.authors.composer.retrace import TURN, Retraced, Step, needs_product
+from coda_agent.agent.authors.composer.retrace import TURN, Retraced, needs_product
 
 aten = torch.ops.aten
-
-
-Packed = tuple[tuple["Piece", ...], int]
-"""What a placeholder stands for: values, and along which dim they are joined."""
-
-
-class Piece(NamedTuple):
-    """A value of the original graph, and views of it."""
-
-    node: fx.Node
-    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -33,13 +22,13 @@ class Merged:
     """What became of several products.
 
     Attributes:
-        packed: Placeholders that stand for several values.
+        packed: Of placeholders that stand for several values, these side by side.
         a: The one of A, where it is one.
         b: The one of B, where it is one.
         lengths: Of products that are summed, their extents along K.
     """
 
-    packed: Mapping[fx.Node, Packed] = field(default_factory=dict)
+    packed: Mapping[fx.Node, Port] = field(default_factory=dict)
     a: fx.Node | None = None
     b: fx.Node | None = None
     lengths: tuple[int, ...] = ()
@@ -74,7 +63,7 @@ def merge(traced: Retraced) -> Merged:
 
 def _side_by_side(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
     """Make slices of one product with all B side by side."""
-    pieces = tuple(_piece(traced, node, 1) for node in every)
+    pieces = [_piece(traced, node, 1) for node in every]
     widths, (_, k) = [shape_of(n)[1] for n in every], shape_of(every[0].args[0])
     graph = traced.graph
     place = _place(graph, "packed_b", (sum(widths), k), every[0].args[1])
@@ -98,7 +87,7 @@ def _side_by_side(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
         parts[node] = part
         start += width
     traced.replace(parts)
-    return Merged({place: (pieces, 0)}, b=place)
+    return Merged({place: _packed(pieces, 0)}, b=place)
 
 
 def _common_factor(every: Sequence[fx.Node]) -> fx.Node | None:
@@ -119,11 +108,11 @@ def _summed(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
     """Make each product one of a range of K of all."""
     lengths = tuple(shape_of(node.args[0])[1] for node in every)
     (m, n), k, graph = shape_of(every[0]), sum(lengths), traced.graph
-    packed: dict[fx.Node, Packed] = {}
+    packed: dict[fx.Node, Port] = {}
     for side, rows in ((0, m), (1, n)):
-        pieces = tuple(_piece(traced, node, side) for node in every)
+        pieces = [_piece(traced, node, side) for node in every]
         place = _place(graph, f"packed_{'ab'[side]}", (rows, k), every[0].args[side])
-        packed[place] = pieces, 1
+        packed[place] = _packed(pieces, 1)
         start = 0
         for node, length in zip(every, lengths, strict=True):
             with graph.inserting_before(node):
@@ -138,7 +127,7 @@ def _summed(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
     return Merged(packed, a, b, lengths)
 
 
-def _piece(traced: Retraced, product: fx.Node, side: int) -> Piece:
+def _piece(traced: Retraced, product: fx.Node, side: int) -> Port:
     """One side of a product as an original value, (rows, K)."""
     operand = product.args[side]
     assert isinstance(operand, fx.Node)
@@ -149,7 +138,12 @@ def _piece(traced: Retraced, product: fx.Node, side: int) -> Piece:
             operand, turned = inner, ()
     if (user := traced.user(operand)) is None:
         raise Refusal("has an operand that is no value of the graph", "", product)
-    return Piece(user, traced.part(operand) + turned)
+    return Port("AB"[side], user, traced.part(operand) + turned, (), operand.meta["val"].dtype)
+
+
+def _packed(pieces: Sequence[Port], dim: int) -> Port:
+    first = pieces[0]
+    return Port(first.name, None, (), (), first.dtype, tuple(pieces), dim)
 
 
 def _place(graph: fx.Graph, name: str, shape: Sequence[int], like: object) -> fx.Node:

@@ -13,7 +13,7 @@ from torch import fx
 
 from coda_agent import primitives
 from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, unify
-from coda_agent.agent.authors.composer.calls import CASTS, name_of, shape_of
+from coda_agent.agent.authors.composer.calls import CASTS, VIEWS, behind, shape_of
 from coda_agent.agent.authors.composer.check import check_numbers
 from coda_agent.agent.authors.composer.emit import program_of
 from coda_agent.agent.authors.composer.expression import joins_columns, walk
@@ -37,9 +37,8 @@ from coda_agent.agent.authors.composer.remainders import (
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
 from coda_agent.agent.authors.composer.retrace import SLICE, Retraced, Step
 from coda_agent.agent.authors.composer.rewrite import rewrite
-from coda_agent.agent.authors.composer.sources import VIEWS, Sources
+from coda_agent.agent.authors.composer.sources import Sources
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import RowMean, WideTile
 
 
@@ -124,8 +123,8 @@ class Reading:
         ranged = self.roles.columns[-len(last) :] == last
         return Stand(axes, [self.roles.rows, columns], Columns) if ranged and last else None
 
-    def rewritten(self) -> tuple[Rewritten, Program]:
-        """The program, checked by numbers.
+    def rewritten(self) -> Rewritten:
+        """The program's expressions, checked by numbers.
 
         Raises:
             Refusal: there is none; its node is one at small sizes.
@@ -148,7 +147,7 @@ class Reading:
         other = problem if result.parts else self._problem(turn=4)
         check_numbers(other, tried, checked.parts)
         self.parts = result.parts
-        return result, program
+        return result
 
     def ports(self) -> dict[str, Port]:
         """Collect what enters, by the operand's name, A and B included."""
@@ -174,9 +173,8 @@ class Reading:
         """Name outputs that are rounded copies of what else is read unrounded."""
         found = set[str]()
         for x, node in self.traced.results.items():
-            while node.op == "call_function" and name_of(node) in VIEWS:
-                node = node.all_input_nodes[0]
-            if is_rounding(node) and is_copy(node):
+            cast = behind(node, VIEWS)
+            if is_rounding(cast) and is_copy(cast):
                 found.add(self.parts.get(x, (x,))[0])
         return found
 
@@ -184,9 +182,7 @@ class Reading:
         """Find the types of what outputs were computed of, before they widened."""
         types: dict[str, torch.dtype] = {}
         for x, node in self.traced.results.items():
-            source = (node.all_input_nodes or [node])[0]
-            while source.op == "call_function" and name_of(source) in (*VIEWS, *CASTS):
-                source = source.all_input_nodes[0]
+            source = behind((node.all_input_nodes or [node])[0], (*VIEWS, *CASTS))
             types[self.parts.get(x, (x,))[0]] = source.meta["val"].dtype
         return types
 
@@ -194,11 +190,9 @@ class Reading:
         steps, back = tuple(stand.steps(self._sizes)), tuple(stand.back(self._sizes))
         dtype = node.meta["val"].dtype
         steps = self.traced.part(node) + steps
-        if node not in self.merged.packed:
-            return Port(name, self.traced.user(node), steps, back, dtype)
-        pieces, dim = self.merged.packed[node]
-        parts = tuple(Port(name, x, views, (), dtype) for x, views in pieces)
-        return Port(name, None, steps, back, dtype, parts, dim)
+        if (packed := self.merged.packed.get(node)) is not None:
+            return replace(packed, steps=steps, back=back)
+        return Port(name, self.traced.user(node), steps, back, dtype)
 
     @cached_property
     def _sizes(self) -> dict[Axis, int]:

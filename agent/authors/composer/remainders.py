@@ -7,9 +7,8 @@ import itertools
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import CASTS, name_of, widens
+from coda_agent.agent.authors.composer.calls import CASTS, VIEWS, name_of, widens
 from coda_agent.agent.authors.composer.problem import Refusal
-from coda_agent.agent.authors.composer.sources import VIEWS
 
 _LARGE = 2.0**20
 """From such a number on, adding it rounds what is near 1."""

@@ -149,7 +149,9 @@ def retraced(graph: fx.Graph) -> Retraced:
             case "placeholder":
                 values[node] = plain(val)
             case "get_attr":
-                values[node] = traced.attribute(_attribute(graph.owning_module, str(node.target)))
+                values[node] = traced.attribute(
+                    operator.attrgetter(str(node.target))(graph.owning_module)
+                )
             case "output":
                 pass
             case _:
@@ -295,12 +297,6 @@ def plain(size: Any) -> Any:
 
 def _on_cpu(value: object) -> object:
     return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    for part in name.split("."):
-        owner = getattr(owner, part)
-    return owner
 
 
 def _split_with_sizes(x: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:

@@ -9,18 +9,12 @@ from torch import fx
 from torch.fx.node import Argument
 
 from coda_agent.agent.authors.composer.axes import Axes, Axis
-from coda_agent.agent.authors.composer.calls import CASTS, name_of, widens
+from coda_agent.agent.authors.composer.calls import CASTS, VIEWS, name_of, widens
 from coda_agent.agent.authors.composer.merge import Merged, products
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import Retraced
 
 SCALES = ("mul", "div", "neg")
-VIEWS = frozenset(
-    """
-    alias clone contiguous detach permute reshape _reshape_alias squeeze t transpose _unsafe_view
-    unsqueeze view
-    """.split()  # noqa: SIM905
-)
 
 
 class Sources:

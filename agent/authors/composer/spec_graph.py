@@ -7,7 +7,13 @@ import itertools
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.calls import RESHAPES, bounds, name_of, shape_of
+from coda_agent.agent.authors.composer.calls import (
+    RESHAPES,
+    behind,
+    bounds,
+    name_of,
+    shape_of,
+)
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.agent.authors.composer.join import renamed
 from coda_agent.agent.authors.composer.ports import Port
@@ -51,8 +57,6 @@ def _graph(problem: Problem) -> tuple[fx.Graph, dict[str, list[fx.Node]]]:
                 joined = problem.outputs[name].joined and name_of(end) == "cat"
                 ends[name] = [copies[x] for x in (end.args[0] if joined else [end])]
         elif node.op == "placeholder":
-            if not isinstance(node.meta["val"], torch.Tensor):
-                raise Refusal("takes a number")
             copies[node] = graph.placeholder(next(names))
             copies[node].meta = dict(node.meta)
         else:
@@ -65,10 +69,9 @@ def _source(port: Port) -> str:
     """Name the input whose elements, in their order, a port has; "" where there is none."""
     if any(view is not _RESHAPE for part in (port, *port.parts) for view, _ in part.steps):
         return ""
+    parts = [behind(x.node, RESHAPES) for x in port.parts or [port] if x.node is not None]
     if not port.parts:
-        node = _unviewed(port.node)
-        return node.name if node is not None and node.op == "placeholder" else ""
-    parts = [x for x in (_unviewed(part.node) for part in port.parts) if x is not None]
+        return parts[0].name if parts[0].op == "placeholder" else ""
     if len(parts) < len(port.parts) or port.steps or port.dim:
         return ""
     if any(name_of(x) != "slice" for x in parts):
@@ -80,12 +83,6 @@ def _source(port: Port) -> str:
             return ""
         last = stop
     return whole.name if whole.op == "placeholder" and last == shape_of(whole)[0] else ""
-
-
-def _unviewed(node: fx.Node | None) -> fx.Node | None:
-    while node is not None and name_of(node) in RESHAPES:
-        (node,) = node.all_input_nodes
-    return node
 
 
 def _side_by_side(ports: list[Port], columns: int) -> str:

@@ -116,9 +116,9 @@ def _composed(traced: Retraced) -> Composition:
         try:
             merged = merged or merge(traced)
             reading = Reading(traced, merged, halves=halves)
-            rewritten, program = reading.rewritten()
+            rewritten = reading.rewritten()
             ports = reading.ports()
-            operands = {x: ports[x] for x in program.operands}
+            operands = {x: ports[x] for x in rewritten.operands}
             outputs, extents = reading.outputs(), reading.extents()
             types = {port.name: port.dtype for port in outputs.values()}
             rewritten = of_stored(rewritten, types, reading.reduced(), reading.copies())
