@@ -119,10 +119,11 @@ def leaderboard(
 
 
 def _tables(found: boards.Boards) -> tuple[JsonObject, str]:
-    """Show the tables as plain data, and as text those that have rows."""
-    made = boards.tables(found)
-    texts = (columns(table) for table in made.values() if table[1:])
-    return {name: by_head(table) for name, table in made.items()}, "\n\n".join(texts)
+    """Show the table as text, and as plain data by whether a run was recorded."""
+    rows = boards.table(found)
+    known, said = by_head(rows), {"authors": "no", "recorded": "yes"}
+    document = {key: [x for x in known if x["recorded"] == word] for key, word in said.items()}
+    return document, columns(rows)
 
 
 def _said(task: trials.Task, record: trials.Trial, left: int) -> str:
