@@ -28,7 +28,7 @@ from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import BUG, Reply, answered
-from coda_agent.agent.session import Call, end, perform
+from coda_agent.agent.session import Call, end
 from coda_agent.agent.workbench import NEXT, TOOLS
 from coda_agent.agent.workbench.registry import Result, registry, told, tool
 from coda_agent.agent.workspace import Workspace, spec_names
@@ -56,12 +56,10 @@ class Connection:
 
     Args:
         device, commit: Of runs that are opened.
-        calls: What does the calls; without one they are done here, and cannot be stopped.
+        calls: What does the calls.
     """
 
-    def __init__(
-        self, workspace: Workspace, device: Device, *, commit: bool, calls: Calls | None = None
-    ) -> None:
+    def __init__(self, workspace: Workspace, device: Device, calls: Calls, *, commit: bool) -> None:
         self.workspace, self.commit, self.calls = workspace, commit, calls
         self.device: Device = device
         self._runs: dict[Path, str] = {}
@@ -87,8 +85,7 @@ class Connection:
             self._runs[path] = left
         run = self._runs.get(path)
         call = Call(name, given, run, str(path), author, self.device, self.commit)
-        does = self.calls.perform if self.calls else perform
-        reply = answered(lambda: does(self.workspace, call, observer))
+        reply = answered(lambda: self.calls.perform(self.workspace, call, observer))
         document: Any = reply.document
         if "error" in document:
             text = reply.text.removeprefix("error: ")
@@ -123,8 +120,7 @@ class Connection:
 
     def close(self) -> None:
         """End the runs that are open; each can be taken up again."""
-        if self.calls:
-            self.calls.close()
+        self.calls.close()
         while self._runs:
             _, run = self._runs.popitem()
             try:
@@ -202,11 +198,10 @@ def server(connection: Connection) -> "Server[Any]":
         async with turn:
             try:
                 result, run = await anyio.to_thread.run_sync(
-                    connection.call, *given, abandon_on_cancel=connection.calls is not None
+                    connection.call, *given, abandon_on_cancel=True
                 )
             except anyio.get_cancelled_exc_class():
-                if connection.calls:
-                    connection.calls.stop()
+                connection.calls.stop()
                 raise
         return types.CallToolResult(
             content=[types.TextContent(type="text", text=result.text)],
@@ -251,8 +246,7 @@ def serve(connection: Connection) -> None:
         async with stdio_server() as (read, write):
             await made.run(read, write, made.create_initialization_options())
 
-    if connection.calls:
-        connection.calls.start()
+    connection.calls.start()
     try:
         anyio.run(main)
     finally:

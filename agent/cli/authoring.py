@@ -175,7 +175,7 @@ def mcp(
     workspace = find()
     if install:
         return Reply(None, installed(install, workspace))
-    serve(Connection(workspace, device, commit=not no_commit, calls=Calls()))
+    serve(Connection(workspace, device, Calls(), commit=not no_commit))
     return Reply(None)
 
 
