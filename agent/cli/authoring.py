@@ -54,7 +54,7 @@ BaseUrl = Annotated[
 Holdout = Annotated[float, typer.Option(help="Share of the tips to hold back (A/B).")]
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def generate(
     spec: SpecName,
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
@@ -95,7 +95,7 @@ def generate(
     return judged(outcome)
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     """Go on with a model's run where it stopped, by its own limits unless others are given."""
     workspace = find()

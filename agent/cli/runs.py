@@ -17,7 +17,7 @@ from coda_agent.agent.workspace import Run, find
 from coda_agent.primitives.errors import CodaError
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def replay(
     run: RunName,
     device: DeviceOption = "auto",

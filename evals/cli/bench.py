@@ -21,7 +21,7 @@ from coda_agent.primitives.objects import use_cache
 Some = list[str] | None
 
 
-@reported("contended")
+@reported(timed=True)
 def bench(
     suite: Annotated[
         str, typer.Option(help=f"{', '.join(SUITES)}.", autocompletion=completed(lambda: SUITES))
