@@ -31,7 +31,7 @@ from coda_agent.agent.reply import BUG, Reply, answered
 from coda_agent.agent.session import Call, end
 from coda_agent.agent.workbench import NEXT, TOOLS
 from coda_agent.agent.workbench.registry import Result, registry, told, tool
-from coda_agent.agent.workspace import Workspace, spec_names
+from coda_agent.agent.workspace import Workspace, resolve_spec, spec_names
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.specs import load_spec
@@ -73,7 +73,7 @@ class Connection:
             reply = answered(lambda: Reply(door.function(self.workspace, **door.parsed(given))))
             if isinstance(result := reply.document, Result):
                 if made := result.data.get("spec"):
-                    self._last = self.workspace.resolve_spec(made)
+                    self._last = resolve_spec(made, self.workspace)
                 return result, ""
             return Result(ok=False, text=reply.text.removeprefix("error: ")), ""
         try:
@@ -102,8 +102,8 @@ class Connection:
 
     def _left(self, path: Path, author: str) -> str | None:
         """Find the run of a spec that an earlier connection left open."""
-        for run in past.open_ones(self.workspace):
-            state, text = past.state(run), run.folder / "spec.md"
+        for run, state in past.open_ones(self.workspace):
+            text = run.folder / "spec.md"
             mine = state.author == author and state.spec == path.stem
             whole = mine and not state.failure and text.is_file()
             if whole and text.read_text("utf-8") == load_spec(path).text:
@@ -113,7 +113,7 @@ class Connection:
     def _spec(self, name: object) -> Path:
         """Find the spec that is named, or that of the last call."""
         if name is not None:
-            return self.workspace.resolve_spec(str(name))
+            return resolve_spec(str(name), self.workspace)
         if self._last is None:
             raise CodaError("no run is open", hint="read_spec with a spec's name opens one")
         return self._last

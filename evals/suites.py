@@ -25,7 +25,7 @@ from pydantic import (
 from coda_agent.agent import execution
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import JsonObject, Level
-from coda_agent.agent.workspace import Workspace, spec_names
+from coda_agent.agent.workspace import Workspace, resolve_spec, spec_names
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
@@ -126,7 +126,7 @@ class Suite(_Model):
         if self.specs == "all":
             return sorted(spec_names(workspace))
         for name in self.specs:
-            workspace.resolve_spec(name)
+            resolve_spec(name, workspace)
         return [*self.specs]
 
     def spec(self, workspace: Workspace, name: str) -> Spec:
@@ -136,7 +136,7 @@ class Suite(_Model):
             SpecError: the spec cannot be used, or not at these shapes.
             WorkspaceError: it does not exist.
         """
-        path = workspace.resolve_spec(name)
+        path = resolve_spec(name, workspace)
         spec = load_spec(path)
         shapes = self.shapes.get(name, Shapes())
         changes = {"check_shapes": shapes.check, "bench_shapes": shapes.bench}

@@ -76,7 +76,7 @@ def generate(
     if device == "cuda":  # said now, rather than after an author's work
         execution.usable_gpu(device)
     workspace = find()
-    path = workspace.resolve_spec(spec)
+    path = resolve_spec(spec, workspace)
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
     if not 0 <= tip_holdout <= 1:
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")

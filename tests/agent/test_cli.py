@@ -321,7 +321,7 @@ def test_check_finds_the_spec(where: workspace.Workspace, tmp_path: Path) -> Non
     (tmp_path / "b.py").write_text("wrong")
     assert "name it with --spec" in run("check", "b.py", code=2)
     run("check", "b.py", "--spec", "gemm_swiglu", code=1)
-    (tmp_path / "spec.md").write_text(where.resolve_spec("gemm_swiglu").read_text())
+    (tmp_path / "spec.md").write_text(workspace.resolve_spec("gemm_swiglu", where).read_text())
     run("check", "b.py", code=1)
     run("generate", "gemm_swiglu")
     assert run("check", "gemm_swiglu", "--json")["level"] == "proved"
