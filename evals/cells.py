@@ -145,6 +145,12 @@ def card(machine: str) -> str:
     return machine.partition(",")[0]
 
 
+def period(records: Iterable[Record]) -> str:
+    """Name the days of records, the first and the last."""
+    days = {record.date for record in records}
+    return " to ".join(dict.fromkeys((min(days), max(days))))
+
+
 def machine(about: Machine) -> str:
     """Name a machine: `NVIDIA H200, driver 580.1, torch 2.11.0`, or `cpu, …`."""
     numbers = {"driver": about.driver, "torch": about.packages.get("torch")}

@@ -10,10 +10,10 @@ from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.authors.replay import AUTHOR as REPLAY
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.state import RunState
-from coda_agent.agent.tables import Rows, markdown
+from coda_agent.agent.tables import Rows, cell_text, markdown
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import metrics, suites
-from coda_agent.evals.cells import FOLDER, read
+from coda_agent.evals.cells import FOLDER, period, read
 from coda_agent.evals.metrics import COSTS, SCORES, by_spec
 from coda_agent.evals.trials import Trial, records_of
 from coda_agent.primitives.errors import CodaError
@@ -153,24 +153,20 @@ def _row(who: Entrant, trials: Sequence[Trial]) -> list[str]:
     counted = [trial for trial in trials if trial.counts]
     groups, timed = by_spec(trials), any(trial.of_gemm for trial in trials)
 
-    def shown(value: float | None, form: str = ".2f") -> str:
-        return "–" if value is None else f"{value:{form}}"
-
     k = min(map(len, groups.values()), default=0)
     passing = metrics.passing(groups, k) if k > 1 else None
     scores = [str(metrics.score(groups, value) or "–") if timed or name == "solved@1" else "–"
               for name, value in SCORES.items()]  # fmt: skip
-    days = sorted({trial.date for trial in trials})
     return [
         f"{sum(t.solved for t in counted)}/{len(counted)}", *scores,
         "–" if passing is None else f"{passing:.2f} of {k}",
-        shown(metrics.of_solved(counted, lambda t: t.of_gemm), ".3f"),
-        shown(metrics.of_solved(counted, lambda t: t.over_compile), ".3f"),
+        cell_text(metrics.of_solved(counted, lambda t: t.of_gemm), ".3f"),
+        cell_text(metrics.of_solved(counted, lambda t: t.over_compile), ".3f"),
         # A replay spends nothing of what its author did.
-        *(shown(None if who.recorded else metrics.per_solution(counted, value))
+        *(cell_text(None if who.recorded else metrics.per_solution(counted, value), ".2f")
           for value in COSTS.values()),
         ", ".join(dict.fromkeys(trial.commit for trial in trials)),
-        days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
+        period(trials),
     ]  # fmt: skip
 
 
