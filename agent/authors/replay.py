@@ -36,7 +36,7 @@ class _Recorded(Kind):
         found: dict[str, list[str]] = {}
         for log in sorted(_trajectories(workspace).glob(f"{which or '*'}/events.jsonl")):
             if (spec := RunState.of(read_events(log)).spec) in specs:
-                found[self.full_name(log.parent.name)] = [str(spec)]
+                found[self.full_name(log.parent.name, options)] = [str(spec)]
         if not found:
             raise CodaError(f"no run in {_trajectories(workspace)} is of a spec of the suite")
         return found
