@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from coda_agent.agent import execution
+from coda_agent.agent.device import Device as Asked
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import JsonObject, Level
 from coda_agent.agent.workspace import Workspace, resolve_spec, spec_names
@@ -98,9 +99,7 @@ class Suite(_Model):
         text = json.dumps({**data, "specs": self.specs}, sort_keys=True)
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
-    def device(
-        self, asked: Literal["auto", "cpu", "cuda"], gpu: Callable[[], Gpu | None] | None = None
-    ) -> Device:
+    def device(self, asked: Asked, gpu: Callable[[], Gpu | None] | None = None) -> Device:
         """Choose where it runs: a GPU where it names one, unless told.
 
         `gpu` looks for one elsewhere than on this machine.
