@@ -198,8 +198,7 @@ class Bench:
             except ProcessException as fault:
                 line = str(fault).strip().splitlines()[-1].strip()
                 raise CodaError(f"a process of {case.name} failed: {line}") from fault
-            for line in (Path(folder) / "cells").read_text("utf-8").splitlines():
-                yield Cell.model_validate_json(line)
+            yield from read(Path(folder) / "cells", Cell).values()
 
 
 def _rank(rank: int, folder: str, settings: Any, suite: str, case: str, choice: Choice) -> None:
