@@ -7,6 +7,7 @@ import platform
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 from coda_agent.agent import authors, publish, workspace
@@ -106,11 +107,6 @@ def _compiler() -> Item:
     names = " ".join(f"{name}=={version}" for name in wheels if name != _COMPILER)
     hint = f"{found}: not the files of {version}; pip install --force-reinstall --no-deps {names}"
     return Item(_COMPILER, version, enables, hint, broken=True)
-
-
-def distributions() -> Iterator[importlib.metadata.Distribution]:
-    """List the packages that are installed here."""
-    yield from importlib.metadata.distributions()
 
 
 def _whole(wheel: importlib.metadata.Distribution) -> bool:

@@ -43,10 +43,7 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
         text = Composer().write(spec, lambda *_: None)
     if stage == "program":
         return text
-    program = program_of(spec, text, variant)
-    if stage == "graph":
-        return describe(program.graph)
-    return compiled(spec, program, stage)
+    return stage_of(spec, program_of(spec, text, variant), stage)
 
 
 def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
@@ -70,11 +67,9 @@ def program_of(spec: Spec | None, text: str, variant: str | None = None) -> Prog
     return programs[name]
 
 
-def stage_of(program: Program, text: str, stage: str) -> str:
-    """Print one stage of a program that has no spec, but `text`."""
-    if stage == "program":
-        return text
-    return describe(program.graph) if stage == "graph" else compiled(None, program, stage)
+def stage_of(spec: Spec | None, program: Program, stage: str) -> str:
+    """Print a program's graph, or what it compiles to."""
+    return describe(program.graph) if stage == "graph" else compiled(spec, program, stage)
 
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:

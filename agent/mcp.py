@@ -28,10 +28,10 @@ from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.reply import BUG, Reply, answered
-from coda_agent.agent.session import Call, end, perform
+from coda_agent.agent.session import Call, end
 from coda_agent.agent.workbench import NEXT, TOOLS
 from coda_agent.agent.workbench.registry import Result, registry, told, tool
-from coda_agent.agent.workspace import Workspace, spec_names
+from coda_agent.agent.workspace import Workspace, resolve_spec, spec_names
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.specs import load_spec
@@ -56,12 +56,10 @@ class Connection:
 
     Args:
         device, commit: Of runs that are opened.
-        calls: What does the calls; without one they are done here, and cannot be stopped.
+        calls: What does the calls.
     """
 
-    def __init__(
-        self, workspace: Workspace, device: Device, *, commit: bool, calls: Calls | None = None
-    ) -> None:
+    def __init__(self, workspace: Workspace, device: Device, calls: Calls, *, commit: bool) -> None:
         self.workspace, self.commit, self.calls = workspace, commit, calls
         self.device: Device = device
         self._runs: dict[Path, str] = {}
@@ -75,7 +73,7 @@ class Connection:
             reply = answered(lambda: Reply(door.function(self.workspace, **door.parsed(given))))
             if isinstance(result := reply.document, Result):
                 if made := result.data.get("spec"):
-                    self._last = self.workspace.resolve_spec(made)
+                    self._last = resolve_spec(made, self.workspace)
                 return result, ""
             return Result(ok=False, text=reply.text.removeprefix("error: ")), ""
         try:
@@ -87,8 +85,7 @@ class Connection:
             self._runs[path] = left
         run = self._runs.get(path)
         call = Call(name, given, run, str(path), author, self.device, self.commit)
-        does = self.calls.perform if self.calls else perform
-        reply = answered(lambda: does(self.workspace, call, observer))
+        reply = answered(lambda: self.calls.perform(self.workspace, call, observer))
         document: Any = reply.document
         if "error" in document:
             text = reply.text.removeprefix("error: ")
@@ -105,8 +102,8 @@ class Connection:
 
     def _left(self, path: Path, author: str) -> str | None:
         """Find the run of a spec that an earlier connection left open."""
-        for run in past.open_ones(self.workspace):
-            state, text = past.state(run), run.folder / "spec.md"
+        for run, state in past.open_ones(self.workspace):
+            text = run.folder / "spec.md"
             mine = state.author == author and state.spec == path.stem
             whole = mine and not state.failure and text.is_file()
             if whole and text.read_text("utf-8") == load_spec(path).text:
@@ -116,15 +113,14 @@ class Connection:
     def _spec(self, name: object) -> Path:
         """Find the spec that is named, or that of the last call."""
         if name is not None:
-            return self.workspace.resolve_spec(str(name))
+            return resolve_spec(str(name), self.workspace)
         if self._last is None:
             raise CodaError("no run is open", hint="read_spec with a spec's name opens one")
         return self._last
 
     def close(self) -> None:
         """End the runs that are open; each can be taken up again."""
-        if self.calls:
-            self.calls.close()
+        self.calls.close()
         while self._runs:
             _, run = self._runs.popitem()
             try:
@@ -202,11 +198,10 @@ def server(connection: Connection) -> "Server[Any]":
         async with turn:
             try:
                 result, run = await anyio.to_thread.run_sync(
-                    connection.call, *given, abandon_on_cancel=connection.calls is not None
+                    connection.call, *given, abandon_on_cancel=True
                 )
             except anyio.get_cancelled_exc_class():
-                if connection.calls:
-                    connection.calls.stop()
+                connection.calls.stop()
                 raise
         return types.CallToolResult(
             content=[types.TextContent(type="text", text=result.text)],
@@ -251,8 +246,7 @@ def serve(connection: Connection) -> None:
         async with stdio_server() as (read, write):
             await made.run(read, write, made.create_initialization_options())
 
-    if connection.calls:
-        connection.calls.start()
+    connection.calls.start()
     try:
         anyio.run(main)
     finally:

@@ -184,10 +184,13 @@ def _check_fit(workspace: Workspace, spec: Spec) -> None:
     """Refuse what would stop a kernel's commit, before anything is spent.
 
     Raises:
-        WorkspaceError: as `publish.check_place` and `Workspace.check_spec`.
+        WorkspaceError: as `publish.check_place`; or specs/ has another text of the spec, which is
+            what a kernel of this name is to be.
     """
     publish.check_place(workspace, spec.name)
-    workspace.check_spec(spec.name, spec.text)
+    if path := workspace.differing_spec(spec.name, spec.text):
+        message = f"this run's spec {spec.name} is not what {path} holds"
+        raise WorkspaceError(message, hint="start a run of that, or give yours another name")
 
 
 @contextlib.contextmanager

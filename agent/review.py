@@ -3,15 +3,15 @@
 Every figure is the judge's, out of evidence.json. What changed since is in git's history.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from coda_agent.agent import pages
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.judge.records import Ratio
-from coda_agent.agent.judgement import Cell, Median, Ratios
-from coda_agent.agent.tables import Rows, ratio_text, shape_text, tabulate
+from coda_agent.agent.judgement import Cell, Ratios
+from coda_agent.agent.tables import Rows, cell_text, ratio_text, shape_text, tabulate
 from coda_agent.agent.workspace import Kernel, Workspace
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import load_spec
@@ -142,36 +142,32 @@ def tables(kernel: Kernel) -> dict[str, Rows]:
 
 def speed(cells: Iterable[Cell]) -> Rows:
     """Tabulate cells that hold times; steady ratios where any were measured."""
-    timed = [(cell, cell.times) for cell in cells if cell.times]
+    timed = [cell for cell in cells if cell.times]
 
-    def ratio(cell: Cell, name: str, *, steady: bool = False) -> str:
-        held = cell.steady if steady else cell
-        found = getattr(held, name) if isinstance(held, Cell | Ratios) else None
+    def median(cell: Cell, name: str) -> str:
+        found = (cell.times or {}).get(name)
+        return cell_text(found and found.median_us, ".1f")
+
+    def ratio(held: object, name: str) -> str:
+        found = getattr(held, name, None)
         return ratio_text(found.ratio, found.low, found.high) if isinstance(found, Ratio) else "–"
 
-    def figure(value: float | None, places: int = 1) -> str:
-        return "–" if value is None else f"{value:.{places}f}"
-
-    def median(times: Mapping[str, Median], name: str) -> str:
-        return figure(times[name].median_us if name in times else None)
-
     names = {"of GEMM": "of_gemm", "over compile": "over_compile"}
-    shown = {head: lambda item, name=name: ratio(item[0], name) for head, name in names.items()}
-    if any(isinstance(cell.steady, Ratios) for cell, _ in timed):
-        for head, name in names.items():
-            shown[f"{head}, steady"] = lambda item, name=name: ratio(item[0], name, steady=True)
+    shown = {head: lambda cell, name=name: ratio(cell, name) for head, name in names.items()}
+    if any(isinstance(cell.steady, Ratios) for cell in timed):
+        shown |= {f"{head}, steady": lambda cell, name=name: ratio(cell.steady, name)
+                  for head, name in names.items()}  # fmt: skip
     baselines = {"this kernel": "ours", "bare cuBLAS": "gemm", "torch.compile": "compile"}
-    columns: dict[str, Callable[[tuple[Cell, Mapping[str, Median]]], object]] = {
-        "dtype": lambda item: item[0].dtype,
-        "shape": lambda item: shape_text(item[0].sizes),
-        **{f"{label}, µs": lambda item, name=name: median(item[1], name)
+    return tabulate(timed, {
+        "dtype": lambda cell: cell.dtype,
+        "shape": lambda cell: shape_text(cell.sizes),
+        **{f"{label}, µs": lambda cell, name=name: median(cell, name)
            for label, name in baselines.items()},
         **shown,
-        "TFLOP/s": lambda item: figure(item[0].tflops, 0),
-        "floor, µs": lambda item: figure(item[0].floor_us),
-        "tile": lambda item: item[0].tile,
-    }  # fmt: skip
-    return tabulate(timed, columns)
+        "TFLOP/s": lambda cell: cell_text(cell.tflops, ".0f"),
+        "floor, µs": lambda cell: cell_text(cell.floor_us, ".1f"),
+        "tile": lambda cell: cell.tile,
+    })  # fmt: skip
 
 
 def write_pages(folder: Path, reviews: Sequence[Review]) -> list[Path]:

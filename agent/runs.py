@@ -36,12 +36,12 @@ def find(workspace: Workspace, name: str) -> Run:
     raise WorkspaceError(f"{len(found) or 'no'} runs are called {name!r}", hint=hint)
 
 
-def open_ones(workspace: Workspace) -> Iterator[Run]:
-    """List the runs at the tools that are not over, latest first."""
+def open_ones(workspace: Workspace) -> Iterator[tuple[Run, RunState]]:
+    """List the runs at the tools that are not over, latest first, and how they stand."""
     for run in reversed(everything(workspace)):
         about = state(run)
         if about.kind == "generate" and not (about.over or about.metered):
-            yield run
+            yield run, about
 
 
 def everything(workspace: Workspace) -> list[Run]:
@@ -50,24 +50,23 @@ def everything(workspace: Workspace) -> list[Run]:
     return [Run(path.parent.name, path.parent) for path in sorted(logs)]
 
 
-def history(folder: Path) -> tuple[list[e.Event], RunState]:
-    """Read the events of a run's folder, if any, and fold them."""
-    events = read_events(folder / "events.jsonl")
-    return events, RunState.of(events)
+def events_of(run: Run) -> list[e.Event]:
+    """Read what happened in a run, if anything."""
+    return read_events(run.folder / "events.jsonl")
 
 
 def state(run: Run) -> RunState:
     """Say how a run stands."""
-    return history(run.folder)[1]
+    return RunState.of(events_of(run))
 
 
-def timeline(run: Run) -> "RenderableType":
+def timeline(run: Run, events: list[e.Event]) -> "RenderableType":
     """Tabulate what was tried, what was said, what it cost."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    events, about = history(run.folder)
+    about = RunState.of(events)
     table = Table(show_edge=False, pad_edge=False, expand=True)
     of_model = ("step", "USD") if about.steps else ()
     for column in ("time", *of_model[:1], "what", "result", *of_model[1:]):

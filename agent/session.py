@@ -18,7 +18,7 @@ from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import RunLog
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workbench import TOOLS, Workbench, open_bench
-from coda_agent.agent.workspace import Run, Workspace
+from coda_agent.agent.workspace import Run, Workspace, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import load_spec
@@ -84,8 +84,8 @@ def end(workspace: Workspace, run: Run, reason: str) -> None:
 
 def _other_runs(workspace: Workspace, run: Run) -> str:
     """Name the open runs beside one that was opened, for a shell."""
-    others = (other for other in past.open_ones(workspace) if other.id != run.id)
-    names = [other.id for other in others if not past.state(other).finished]
+    others = ((x.id, state) for x, state in past.open_ones(workspace) if x.id != run.id)
+    names = [name for name, state in others if not state.finished]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"\n\nopen too: {', '.join(names[:3])}{more}; --run NAME goes on with one" * bool(names)
 
@@ -98,8 +98,8 @@ def _run(workspace: Workspace, call: Call) -> Run | None:
     if call.run is None:
         if call.spec is not None:
             return None
-        if run := next(past.open_ones(workspace), None):
-            return run
+        if found := next(past.open_ones(workspace), None):
+            return found[0]
         raise WorkspaceError("no run is open", hint="read_spec with a spec begins one")
     run = past.find(workspace, call.run)
     if call.spec is None or call.tool != "read_spec":
@@ -122,7 +122,7 @@ def _opened(
     """Open a run's workbench, or a new one; answer a killed call."""
     if run is None:
         TOOLS[call.tool].parsed(call.given)  # what does not fit begins no run
-        path = workspace.resolve_spec(str(call.spec))
+        path = resolve_spec(str(call.spec), workspace)
         author = agents_name(call.author)
         begin = RunStarted(author=author, device=call.device, commit=call.commit)
         opened = pipeline.opened(workspace, path, begin, observer)

@@ -125,8 +125,6 @@ class RunState:
     begun: e.ToolStarted | None = None
     writing: bool = False
     metered: bool = False
-    gates: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
-    """The gates of the last verdict by name: `passed`, None where it was skipped, and `seconds`."""
     spent: Spent = field(default_factory=lambda: Spent(received=0))
     reserved_usd: float | None = 0.0
     opened_usd: float = 0.0
@@ -146,6 +144,12 @@ class RunState:
     def error(self) -> str | None:
         """What the exception said."""
         return self.failure and self.failure.message
+
+    @property
+    def gates(self) -> dict[str, JsonObject]:
+        """The last verdict's by name: `passed`, None where it was skipped, and `seconds`."""
+        last = self.attempts[-1].judgement.gates if self.attempts else {}
+        return {x: {"passed": gate.passed, "seconds": gate.seconds} for x, gate in last.items()}
 
     @property
     def passed(self) -> bool:
@@ -246,10 +250,6 @@ class RunState:
         judged = event.judgement
         about = (event.number, event.check, self.candidate, judged, event.machine, self.spent)
         self.attempts.append(Attempt(*about))
-        self.gates = {
-            name: {"passed": gate.passed, "seconds": gate.seconds}
-            for name, gate in judged.gates.items()
-        }
         if event.check == "submit" or self.kind != "generate":
             self.outcome = "passed" if judged.passed else "refused"
             self.level = judged.level

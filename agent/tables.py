@@ -76,6 +76,11 @@ def by_head(rows: Rows) -> list[dict[str, object]]:
     return [dict(zip(map(str, rows[0]), row, strict=True)) for row in rows[1:]]
 
 
+def cell_text(value: object, form: str = "") -> str:
+    """Write a cell in a form; a dash where there is nothing."""
+    return "–" if value is None else f"{value:{form}}"
+
+
 def ratio_text(ratio: float, low: float, high: float) -> str:
     """Write a ratio with its interval."""
     return f"{ratio:.3f} ({low:.3f}–{high:.3f})"

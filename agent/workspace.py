@@ -227,10 +227,6 @@ class Workspace:
         """Where git keeps this working tree's index and HEAD."""
         return Path(self.git("rev-parse", "--absolute-git-dir"))
 
-    def resolve_spec(self, arg: str) -> Path:
-        """Find a spec by path or name, here or among the packaged."""
-        return resolve_spec(arg, self)
-
     def differing_spec(self, name: str, text: str) -> Path | None:
         """Find the file of the spec `name`, where its text is another.
 
@@ -239,16 +235,6 @@ class Workspace:
         """
         path = spec_names(self).get(name)
         return path if path and path.read_text("utf-8-sig", "replace") != text else None
-
-    def check_spec(self, name: str, text: str) -> None:
-        """Refuse a spec of which specs/ has another text.
-
-        Raises:
-            WorkspaceError: it has one, which is what a kernel of this name is to be.
-        """
-        if path := self.differing_spec(name, text):
-            message = f"this run's spec {name} is not what {path} holds"
-            raise WorkspaceError(message, hint="start a run of that, or give yours another name")
 
     def kernels(self) -> list[Kernel]:
         """List the accepted kernels, the folders with an evidence.json, by name."""
@@ -291,7 +277,7 @@ def _kernels_in(folder: Path) -> list[Kernel]:
 
 
 def resolve_spec(arg: str, workspace: Workspace | None) -> Path:
-    """Find a spec as `Workspace.resolve_spec`, with or without a workspace.
+    """Find a spec by path or name, in the workspace or among the packaged.
 
     Raises:
         WorkspaceError: there is no such file, or no spec of that name.

@@ -28,8 +28,8 @@ FOLDER = Path("evals", "results")
 """Where records are, in a workspace."""
 
 
-class About(BaseModel):
-    """What records of one command have in common.
+class Record(BaseModel):
+    """A line of a file; or by itself what those of one command have in common.
 
     Attributes:
         commit: Of the program; with `+` where sources differ from it.
@@ -44,18 +44,10 @@ class About(BaseModel):
     date: str
 
     @staticmethod
-    def now(device: str) -> About:
+    def now(device: str) -> Record:
         """Name this program, machine and day."""
         found = Machine.of(environment(device))
-        return About(commit=program_commit(), machine=machine(found), date=utc_now()[:10])
-
-
-class Record(About):
-    """A line of a file.
-
-    `commit` is the program's, with `+` where sources differ from it; `machine` the GPU and its
-    driver, or the device, and torch; `date` the day in UTC.
-    """
+        return Record(commit=program_commit(), machine=machine(found), date=utc_now()[:10])
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -151,6 +143,12 @@ def append(path: Path, records: Iterable[Record]) -> None:
 def card(machine: str) -> str:
     """Name the GPU of a machine, or `cpu`."""
     return machine.partition(",")[0]
+
+
+def period(records: Iterable[Record]) -> str:
+    """Name the days of records, the first and the last."""
+    days = {record.date for record in records}
+    return " to ".join(dict.fromkeys((min(days), max(days))))
 
 
 def machine(about: Machine) -> str:

@@ -40,14 +40,10 @@ with gradients of every tensor but tables and indices. Beside it runs the refere
 
 def suite(_: Path) -> Suite:
     """List accepted kernels with gradients."""
-    return Suite("gradients", _ABOUT, cases())
-
-
-def cases() -> list[Case]:
-    """List the kernels at 4096 rows and columns, and K = 4096."""
     found = {" ".join((kernel, *static.values())): (kernel, static) for kernel, static in KERNELS}
     contenders = "ours", "eager", "compile"
-    return [Case(name, contenders, partial(_setup, *which)) for name, which in found.items()]
+    cases = [Case(name, contenders, partial(_setup, *which)) for name, which in found.items()]
+    return Suite("gradients", _ABOUT, cases)
 
 
 def _setup(name: str, static: Mapping[str, str], device: str, shrink: int) -> Setup:

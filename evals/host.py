@@ -24,15 +24,11 @@ its smallest check shape."""
 
 
 def suite(root: Path) -> Suite:
-    """List accepted kernels, timed on the host."""
-    return Suite("host", _ABOUT, cases(root), ("host",), 40)
-
-
-def cases(root: Path) -> list[Case]:
-    """List a workspace's accepted kernels."""
+    """List a workspace's accepted kernels, timed on the host."""
     contenders = "ours", "gemm", "compile", "compile, gemm"
     names = [load_spec(path).name for path in sorted(root.glob("generated/[!.]*/spec.md"))]
-    return [Case(n, contenders, partial(_setup, root, n), ("host", "loop")) for n in names]
+    cases = [Case(n, contenders, partial(_setup, root, n), ("host", "loop")) for n in names]
+    return Suite("host", _ABOUT, cases, ("host",), 40)
 
 
 def _setup(root: Path, name: str, device: str, shrink: int) -> Setup:

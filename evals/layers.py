@@ -60,16 +60,6 @@ class Widths:
     def head_dim(self) -> int:
         return HEAD_DIM if self.d % HEAD_DIM == 0 and self.kv % HEAD_DIM == 0 else 16
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Of queries; of keys and values."""
-        return self.d // self.head_dim, self.kv // self.head_dim
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Columns of query, key and value."""
-        return self.d, self.kv, self.kv
-
 
 BLOCKS = {
     "2048": Widths(2048, 5632, 512),

@@ -10,10 +10,10 @@ from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.authors.replay import AUTHOR as REPLAY
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.state import RunState
-from coda_agent.agent.tables import Rows, markdown
+from coda_agent.agent.tables import Rows, cell_text, markdown
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import metrics, suites
-from coda_agent.evals.cells import FOLDER, read
+from coda_agent.evals.cells import FOLDER, period, read
 from coda_agent.evals.metrics import COSTS, SCORES, by_spec
 from coda_agent.evals.trials import Trial, records_of
 from coda_agent.primitives.errors import CodaError
@@ -33,12 +33,9 @@ Solved means the level that the suite asks for; on a CPU it means proved right b
 Intervals are 95 %. Authors have one rank where they differ by chance at most. Costs are what all
 trials took over how many solved. A trial counts as long as its spec, its suite and the gates that
 decided are as they were.
-"""
-_RECORDED = """
-## Recorded runs
 
-Runs that others once did, repeated before today's judge; no model is asked. Authors and models are
-as the recordings name them. They have no rank, and what they spent is not known.
+*Recorded* are runs that others once did, repeated before today's judge; no model is asked. Authors
+and models are as the recordings name them. They have no rank, and what they spent is not known.
 """
 
 
@@ -123,33 +120,26 @@ def _digest(suite: suites.Suite, workspace: Workspace, spec: str) -> str:
         return ""
 
 
-def tables(found: Boards) -> dict[str, Rows]:
-    """Tabulate each suite's authors, best first, and recorded runs apart."""
-    return {"authors": _table(found, recorded=False), "recorded": _table(found, recorded=True)}
-
-
-def _table(found: Boards, *, recorded: bool) -> Rows:
-    costs = {} if recorded else COSTS  # a replay spends nothing of what its author did
+def table(found: Boards) -> Rows:
+    """Tabulate each suite's authors, best first, and then its recorded runs."""
     rows: list[Sequence[object]] = [(
-        "suite", "device", "author", "model", *["rank"] * (not recorded), GIVEN, "trials", *SCORES,
-        "pass@k", "of GEMM", "over compile", *costs, "commit", "date",
+        "suite", "device", "author", "model", "recorded", "rank", GIVEN, "trials", *SCORES,
+        "pass@k", "of GEMM", "over compile", *COSTS, "commit", "date",
     )]  # fmt: skip
     for (suite, device), board in found.items():
         left = _left(board)
         groups = {
             who: {spec: group for spec, group in by_spec(trials).items() if spec in left}
             for who, trials in board.items()
-            if who.recorded is recorded
         }
-        ranked = metrics.ranks(groups, SCORES["solved@1"])
-        for who in sorted(groups, key=lambda who: (ranked[who], who)):
-            score, rank = (
-                metrics.score(groups[who], SCORES["solved@1"]),
-                ranked[who] if left else "–",
-            )
+        solved = SCORES["solved@1"]
+        ranked = metrics.ranks({w: g for w, g in groups.items() if not w.recorded}, solved)
+        for who in sorted(groups, key=lambda who: (who.recorded, ranked.get(who, 0), who)):
+            score = metrics.score(groups[who], solved)
             given = f"{score} of {len(groups[who])}" if score else "–"
-            about = suite, device, who.author, who.model, *[rank] * (not recorded), given
-            rows.append((*about, *_row(board[who], costs)))
+            rank = ranked[who] if left and not who.recorded else "–"
+            about = suite, device, who.author, who.model, "yes" if who.recorded else "no"
+            rows.append((*about, rank, given, *_row(who, board[who])))
     return rows
 
 
@@ -159,26 +149,24 @@ def _left(board: Mapping[Entrant, Sequence[Trial]]) -> set[str]:
     return {spec for spec, trials in by_spec(tried).items() if not any(t.solved for t in trials)}
 
 
-def _row(trials: Sequence[Trial], costs: Mapping[str, metrics.Value]) -> list[str]:
+def _row(who: Entrant, trials: Sequence[Trial]) -> list[str]:
     counted = [trial for trial in trials if trial.counts]
     groups, timed = by_spec(trials), any(trial.of_gemm for trial in trials)
-
-    def shown(value: float | None, form: str = ".2f") -> str:
-        return "–" if value is None else f"{value:{form}}"
 
     k = min(map(len, groups.values()), default=0)
     passing = metrics.passing(groups, k) if k > 1 else None
     scores = [str(metrics.score(groups, value) or "–") if timed or name == "solved@1" else "–"
               for name, value in SCORES.items()]  # fmt: skip
-    days = sorted({trial.date for trial in trials})
     return [
         f"{sum(t.solved for t in counted)}/{len(counted)}", *scores,
         "–" if passing is None else f"{passing:.2f} of {k}",
-        shown(metrics.of_solved(counted, lambda t: t.of_gemm), ".3f"),
-        shown(metrics.of_solved(counted, lambda t: t.over_compile), ".3f"),
-        *(shown(metrics.per_solution(counted, value)) for value in costs.values()),
+        cell_text(metrics.of_solved(counted, lambda t: t.of_gemm), ".3f"),
+        cell_text(metrics.of_solved(counted, lambda t: t.over_compile), ".3f"),
+        # A replay spends nothing of what its author did.
+        *(cell_text(None if who.recorded else metrics.per_solution(counted, value), ".2f")
+          for value in COSTS.values()),
         ", ".join(dict.fromkeys(trial.commit for trial in trials)),
-        days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
+        period(trials),
     ]  # fmt: skip
 
 
@@ -202,9 +190,8 @@ def write(root: Path, found: Boards) -> Path:
         w.author.partition(" ")[0] for board in found.values() for w in board if not w.recorded
     }
     about = "\n".join(f"- *{name}*: {authors.meaning(name)}" for name in sorted(names))
-    made = tables(found)
     missing = sorted({*suites.paths(root / "evals" / "suites")} - {suite for suite, _ in found})
-    parts = [_HEAD, markdown(made["authors"]), "", about, _RECORDED, markdown(made["recorded"])]
+    parts = [_HEAD, markdown(table(found)), "", about]
     parts += ["", f"Suites of which no trial counts: {', '.join(missing)}."] if missing else []
     path = root / PAGE
     write_whole(path, "\n".join(parts) + "\n")
@@ -212,10 +199,8 @@ def write(root: Path, found: Boards) -> Path:
 
 
 def write_html(path: Path, found: Boards) -> Path:
-    """Write the tables, and each suite's specs by authors, as a page."""
-    made = tables(found)
+    """Write the table, and each suite's specs by authors, as a page."""
     sections: Iterable[pages.Section] = (
         (f"{suite}, {device}", matrix(board)) for (suite, device), board in found.items()
     )
-    first = [("Authors", made["authors"]), ("Recorded runs", made["recorded"])]
-    return pages.write(path, "Leaderboard", [*first, *sections])
+    return pages.write(path, "Leaderboard", [("Authors", table(found)), *sections])

@@ -262,7 +262,7 @@ def _rope(
 
     A library that wants q and k contiguous gets each from a product of its own.
     """
-    (m, _, k), width, columns = workload.mnk, workload.heads.width, workload.heads.columns
+    (m, _, k), width, columns = workload.mnk, workload.head, workload.columns
     # What the kernel calls sin turns the other way.
     table = library.table(cs[:, 0:width:2].contiguous(), -cs[:, 1:width:2])
     if library.halves:

@@ -38,18 +38,14 @@ resemble a trained model's (`evals/numerics.py`)."""
 
 
 def suite(_: Path) -> Suite:
-    """List the sites in each layer; means are taken over layers."""
-    return Suite("numerics", _ABOUT, cases(), group=lambda case: case.rpartition(" ")[0])
-
-
-def cases() -> list[Case]:
-    """List the sites in each layer; nothing is timed."""
+    """List the sites in each layer, which are not timed; means are taken over layers."""
     contenders = "ours", "eager", "quack"
-    return [
+    cases = [
         Case(f"{site} {layer}", contenders, partial(_setup, site, layer), ())
         for site in SITES
         for layer in range(LAYERS)
     ]
+    return Suite("numerics", _ABOUT, cases, group=lambda case: case.rpartition(" ")[0])
 
 
 def _path(x: Tensor, w1: Tensor, residual: Tensor, gamma: Tensor, w2: Tensor) -> Tensor:

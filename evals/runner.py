@@ -24,7 +24,7 @@ from coda_agent.agent import execution
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.evals.cases import BASE, OURS, Absent, Call, Case, Contender, Setup, Suite
-from coda_agent.evals.cells import FOLDER, About, Cell, append, card, read
+from coda_agent.evals.cells import FOLDER, Cell, Record, append, card, read
 from coda_agent.evals.clocks import CLOCKS, Clock
 from coda_agent.evals.workers import leave_with_parent
 from coda_agent.primitives.deferred import torch
@@ -70,7 +70,7 @@ class Bench:
     """
 
     root: Path
-    about: About
+    about: Record
     device: str = "cuda"
     shrink: int = 1
     clocks: Mapping[str, Clock] = field(default_factory=lambda: CLOCKS)
@@ -198,8 +198,7 @@ class Bench:
             except ProcessException as fault:
                 line = str(fault).strip().splitlines()[-1].strip()
                 raise CodaError(f"a process of {case.name} failed: {line}") from fault
-            for line in (Path(folder) / "cells").read_text("utf-8").splitlines():
-                yield Cell.model_validate_json(line)
+            yield from read(Path(folder) / "cells", Cell).values()
 
 
 def _rank(rank: int, folder: str, settings: Any, suite: str, case: str, choice: Choice) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 
 from coda_agent.agent.judge.clocks import DeviceClock
-from coda_agent.evals.cases import Absent, Case, Contender, Setup, Suite
+from coda_agent.evals.cases import Case, Contender, Setup, Suite
 from coda_agent.evals.training import Work, fold_mask, parts, sizes_of
 from coda_agent.fuse.backend import coda
 
@@ -44,19 +44,16 @@ fold."""
 
 WORKS = {
     "TinyLlama-1.1B": Work(
-        "llama",
         "LlamaModel",
         sizes_of(2048, LAYERS, 32, 256, num_key_value_heads=4, intermediate_size=5632),
         {},
     ),
     "Qwen2.5-7B": Work(
-        "qwen2",
         "Qwen2Model",
         sizes_of(3584, LAYERS, 28, 256, num_key_value_heads=4, intermediate_size=18944),
         {},
     ),
     "Phi-4": Work(  # one weight has queries, keys and values, another gate and up
-        "phi3",
         "Phi3Model",
         sizes_of(5120, LAYERS, 40, 256, num_key_value_heads=10, intermediate_size=17920),
         {"pad_token_id": 0},
@@ -73,7 +70,7 @@ _WORDS = dict.fromkeys(
 def _family(kind: str, width: int, heads: int, inner: int, kv: int = 0, **options: Any) -> Work:
     name = "moe_intermediate_size" if "num_experts" in options else "intermediate_size"
     sizes = {name: inner, **({"num_key_value_heads": kv} if kv else {})}
-    return Work("", kind, sizes_of(width, LAYERS, heads, 256, **sizes), options)
+    return Work(kind, sizes_of(width, LAYERS, heads, 256, **sizes), options)
 
 
 FAMILIES = {
@@ -87,7 +84,7 @@ FAMILIES = {
                             sliding_window=None, **_TWO),
     "Qwen3-MoE-of-8": _family("Qwen3MoeModel", 2048, 32, 768, kv=4, num_experts=8, **_TWO),
     "ModernBERT-large": _family("ModernBertModel", 1024, 16, 2624, **_WORDS),
-    "RoBERTa-large": _family("RobertaModel", 1024, 16, 4096),
+    "RoBERTa-large": _family("RobertaModel", 1024, 16, 4096, max_position_embeddings=2050),
 }  # fmt: skip
 
 
@@ -114,7 +111,12 @@ def _group(case: str) -> str:
 def _layers(work: Work, phase: str, tokens: int, device: str, shrink: int) -> Setup:
     work = replace(work, batch=1, length=tokens).shrunk(shrink)
     shape = 1, work.length, work.sizes["hidden_size"]
-    return _setup(_made(work, device), shape, phase, device)
+    kind, sizes = work.configured()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = kind(sizes).bfloat16().eval()
+    model.config.use_cache = False
+    return _setup(model, shape, phase, device)
 
 
 def _images(phase: str, device: str, shrink: int) -> Setup:
@@ -210,23 +212,3 @@ def _hidden(model: Any, x: Tensor) -> Tensor:
     if isinstance(model, Diffusion):
         return model(x)
     return model(inputs_embeds=x).last_hidden_state
-
-
-def _made(work: Work, device: str) -> Any:
-    """Make a model's layers.
-
-    Raises:
-        Absent: transformers is not installed.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise Absent("transformers is not installed") from None
-    made = getattr(transformers, work.kind)
-    torch.manual_seed(0)
-    with torch.device(device):
-        positions = {"max_position_embeddings": work.length + 2}  # RoBERTa counts from 2
-        config = made.config_class(**work.sizes, **work.options, **positions)
-        model = made(config).bfloat16().eval()
-    model.config.use_cache = False
-    return model

@@ -23,9 +23,10 @@ from pydantic import (
 )
 
 from coda_agent.agent import execution
+from coda_agent.agent.device import Device as Asked
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import JsonObject, Level
-from coda_agent.agent.workspace import Workspace, spec_names
+from coda_agent.agent.workspace import Workspace, resolve_spec, spec_names
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
@@ -98,9 +99,7 @@ class Suite(_Model):
         text = json.dumps({**data, "specs": self.specs}, sort_keys=True)
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
-    def device(
-        self, asked: Literal["auto", "cpu", "cuda"], gpu: Callable[[], Gpu | None] | None = None
-    ) -> Device:
+    def device(self, asked: Asked, gpu: Callable[[], Gpu | None] | None = None) -> Device:
         """Choose where it runs: a GPU where it names one, unless told.
 
         `gpu` looks for one elsewhere than on this machine.
@@ -126,7 +125,7 @@ class Suite(_Model):
         if self.specs == "all":
             return sorted(spec_names(workspace))
         for name in self.specs:
-            workspace.resolve_spec(name)
+            resolve_spec(name, workspace)
         return [*self.specs]
 
     def spec(self, workspace: Workspace, name: str) -> Spec:
@@ -136,7 +135,7 @@ class Suite(_Model):
             SpecError: the spec cannot be used, or not at these shapes.
             WorkspaceError: it does not exist.
         """
-        path = workspace.resolve_spec(name)
+        path = resolve_spec(name, workspace)
         spec = load_spec(path)
         shapes = self.shapes.get(name, Shapes())
         changes = {"check_shapes": shapes.check, "bench_shapes": shapes.bench}

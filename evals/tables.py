@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from coda_agent.agent.tables import Rows, markdown, ratio_text, tabulate
+from coda_agent.agent.tables import Rows, cell_text, markdown, ratio_text, tabulate
 from coda_agent.evals.benchmarks import SUITES, load
 from coda_agent.evals.cases import BASE, OURS, Suite
-from coda_agent.evals.cells import FOLDER, Cell, card, read
+from coda_agent.evals.cells import FOLDER, Cell, card, period, read
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.objects import write_whole
 
@@ -134,9 +134,7 @@ def _card_section(suite: Suite, cells: Sequence[Cell]) -> list[str]:
     order = [case.name for case in suite.cases]
     cells = sorted(cells, key=lambda c: order.index(c.case) if c.case in order else len(order))
     machines = ", ".join(dict.fromkeys(cell.machine for cell in cells))
-    days = sorted({cell.date for cell in cells})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    parts = [f"### {card(cells[0].machine)}", f"Measured {when} on {machines}."]
+    parts = [f"### {card(cells[0].machine)}", f"Measured {period(cells)} on {machines}."]
     parts.append(markdown(means(suite, cells)))
     if suite.name == "shapes":
         slow, count = slowest(cells)
@@ -205,8 +203,7 @@ def detail(cells: Sequence[Cell]) -> Rows:
     rows = grouped(cells)
 
     def ours(key: tuple[str, str], field: str, form: str = "") -> str:
-        value = getattr(rows[key].get(OURS), field, None)
-        return "–" if value is None else f"{value:{form}}"
+        return cell_text(getattr(rows[key].get(OURS), field, None), form)
 
     def over(key: tuple[str, str], name: str) -> str:
         cell = rows[key].get(name)

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +37,6 @@ these may be from PyTorch's."""
 class Work:
     """A language model of transformers', and each GPU's tokens a step."""
 
-    family: str
     kind: str
     sizes: dict[str, int]
     options: JsonObject
@@ -60,6 +59,20 @@ class Work:
         batch, length = max(1, self.batch // by), max(16, self.length // by)
         return replace(self, sizes=sizes, batch=batch, length=length)
 
+    def configured(self) -> tuple[Any, Any]:
+        """Find the model's class, and make its configuration.
+
+        Raises:
+            Absent: transformers is not installed.
+        """
+        try:
+            import transformers
+        except ImportError:
+            raise Absent("transformers is not installed") from None
+        kind = getattr(transformers, self.kind)
+        options = {"max_position_embeddings": self.length, **self.options}
+        return kind, kind.config_class(**self.sizes, **options)
+
     @property
     def words(self) -> int:
         """Get the size of the vocabulary."""
@@ -78,7 +91,7 @@ def _tied(theta: float | None = None) -> JsonObject:
 
 
 LLAMA = Work(
-    "llama", "LlamaForCausalLM",
+    "LlamaForCausalLM",
     sizes_of(2048, 16, 32, 128256, intermediate_size=8192, num_key_value_heads=8),
     {**_tied(500000.0), "rms_norm_eps": 1e-5},
 )  # fmt: skip
@@ -88,24 +101,24 @@ LAYERS = 6
 # draw other numbers, and no first loss could be compared.
 OTHERS = {
     "qwen3-0.6b": Work(
-        "qwen3", "Qwen3ForCausalLM",
+        "Qwen3ForCausalLM",
         sizes_of(1024, LAYERS, 16, 151936, intermediate_size=3072, num_key_value_heads=8,
                  head_dim=128),
         _tied(1000000.0), batch=4,
     ),
     "gemma-3-1b": Work(
-        "gemma3", "Gemma3ForCausalLM",
+        "Gemma3ForCausalLM",
         sizes_of(1152, LAYERS, 4, 262144, intermediate_size=6912, num_key_value_heads=1,
                  head_dim=256, sliding_window=512),
         _tied(), batch=2,
     ),
     "gpt2-medium": Work(
-        "gpt2", "GPT2LMHeadModel", sizes_of(1024, LAYERS, 16, 50257),
+        "GPT2LMHeadModel", sizes_of(1024, LAYERS, 16, 50257),
         {**_tied(), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         batch=16, length=1024,
     ),
     "bert-base": Work(
-        "bert", "BertForMaskedLM", sizes_of(768, LAYERS, 12, 30522, intermediate_size=3072),
+        "BertForMaskedLM", sizes_of(768, LAYERS, 12, 30522, intermediate_size=3072),
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, batch=32, length=512,
     ),
 }  # fmt: skip
@@ -141,17 +154,10 @@ class _Model:
     """
 
     def __init__(self, work: Work, fp8: bool, device: str) -> None:
-        home = f"transformers.models.{work.family}"
-        try:
-            importlib.import_module(home)
-            self.home: Any = importlib.import_module(f"{home}.modeling_{work.family}")
-        except ImportError:
-            raise Absent("transformers is not installed") from None
+        made, config = work.configured()
+        self.home: Any = sys.modules[made.__module__]
         self.fp8, self.device = fp8, device
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        made = getattr(self.home, work.kind)
-        positions = {"max_position_embeddings": work.length}
-        config = made.config_class(**work.sizes, **work.options, **positions)
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)  # of parameters alone: frequencies stay float32

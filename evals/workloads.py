@@ -24,26 +24,6 @@ _CHECKED = 256
 
 
 @dataclass(frozen=True)
-class Heads:
-    """How the columns of a projection of queries, keys and values divide.
-
-    Attributes:
-        width: Of a head.
-        columns: Of the queries, of the keys, of the values.
-    """
-
-    width: int
-    columns: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, n: int, widths: Mapping[str, int]) -> Heads:
-        """Divide by a model's widths, else in thirds of heads of 128."""
-        if not widths:
-            return cls(128, (n // 3, n // 3, n // 3))
-        return cls(widths["head"], (widths["q"], widths["kv"], widths["kv"]))
-
-
-@dataclass(frozen=True)
 class Workload:
     """One kernel at one size: two sets of inputs, the first's truth.
 
@@ -52,15 +32,16 @@ class Workload:
 
     Attributes:
         rows: Of which rows the truth is; all, where an output sums over rows.
-        heads: Of a projection with RoPE.
+        head, columns: Of a projection with RoPE: the width of a head, and the columns of queries,
+            keys and values.
     """
 
     kernel: Kernel
-    sizes: Mapping[str, int]
     inputs: tuple[Inputs, Inputs]
     truth: Outputs
     rows: slice
-    heads: Heads
+    head: int
+    columns: tuple[int, int, int]
 
     @property
     def name(self) -> str:
@@ -120,7 +101,8 @@ def make_workload(
     types = dict.fromkeys(spec.types, dtype)
     over_rows, over_columns, _ = spec.gemm_dims
     m, n = sizes[over_rows], sizes[over_columns]
-    heads = Heads.of(n, widths)
+    # Without a model's widths, thirds of heads of 128.
+    q, kv, head = widths.get("q", n // 3), widths.get("kv", n // 3), widths.get("head", 128)
     sets: list[dict[str, Any]] = []
     for seed in (0, 1):
         x: dict[str, Any] = draw_inputs(spec, sizes, types, seed=seed, device=device)
@@ -131,10 +113,10 @@ def make_workload(
             gradient = (a @ b.t()).float() * x["gamma"].float()
             x["z"] = (gradient * x["C"].float()).mean(-1) * x["r"]
         if "cs" in x:
-            table = x["cs"].view(m, -1, heads.width)
-            rotated = (n - heads.columns[2]) // heads.width
+            table = x["cs"].view(m, -1, head)
+            rotated = (n - kv) // head
             table[:, :rotated] = table[:, :1].clone()
-            table[:, rotated:] = torch.tensor([1, 0] * (heads.width // 2), device=device)
+            table[:, rotated:] = torch.tensor([1, 0] * (head // 2), device=device)
         if sets:
             x |= {name: value for name, value in sets[0].items() if isinstance(value, float)}
         sets.append(x)
@@ -149,4 +131,4 @@ def make_workload(
         truth["loss"] = truth["lse"] - truth["z_tgt"]
     if {"D", "O", "s"} <= truth.keys():
         truth["normed"] = truth["O"] * torch.rsqrt(truth["s"] + EPS)[:, None]
-    return Workload(kernel, dict(sizes), (sets[0], sets[1]), truth, rows, heads)
+    return Workload(kernel, (sets[0], sets[1]), truth, rows, head, (q, kv, kv))

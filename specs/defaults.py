@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from coda_agent.specs.canonical import readable
 from coda_agent.specs.format import DTYPES, Dim, Draw, Header, Input
 from coda_agent.specs.gemm import Gemm
 from coda_agent.specs.layout import factors, parts
+from coda_agent.specs.names import functions_in
 
 TYPES = ("bfloat16", "float16")
 _M, _N, _K, _OTHER = (1, 77, 200, 384), (16, 272, 336, 512), (8, 64, 136, 256), (1, 2, 3, 5)
@@ -111,20 +111,14 @@ def _drawn(
 
 def _summary(name: str, source: str) -> str:
     found = f"{name}, as its reference computes it."
-    for node in _functions(source):
+    try:
+        node = functions_in(source).get("reference")
+    except SyntaxError:  # the parser says so
+        node = None
+    if node:
         said = (ast.get_docstring(node) or "").strip()
         returns = [n.value for n in node.body if isinstance(n, ast.Return) and n.value]
         formula = ast.unparse(returns[-1]) if returns else ""
         found = said or (formula if "(" in formula.removeprefix("(") else found)
     line = found.splitlines()[0].strip()
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1].rstrip()}…"
-
-
-def _functions(source: str) -> Iterator[ast.FunctionDef]:
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # the parser says so
-        return
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "reference":
-            yield node

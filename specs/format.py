@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.resources import steps
 from coda_agent.specs.layout import ENTRY, Layout, extent, factors, shown
+from coda_agent.specs.names import functions_in
 
 DTYPES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8
@@ -239,8 +240,7 @@ class Spec(Header):
     @property
     def has_baseline(self) -> bool:
         """Whether the reference block defines `baseline` too."""
-        tree = ast.parse(self.reference_source)
-        return any(isinstance(n, ast.FunctionDef) and n.name == "baseline" for n in tree.body)
+        return "baseline" in functions_in(self.reference_source)
 
     @property
     def gemm_dims(self) -> tuple[str, str, str]:

@@ -52,6 +52,11 @@ def _module(node: ast.AST, known: Mapping[str, object]) -> ModuleType | None:
     return found if isinstance(found, ModuleType) else None
 
 
+def functions_in(text: str) -> dict[str, ast.FunctionDef]:
+    """Find a module's functions by name."""
+    return {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+
+
 def alias_name(alias: ast.alias) -> str:
     """Get the name that an import binds."""
     return alias.asname or alias.name.partition(".")[0]

@@ -15,6 +15,7 @@ from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded
 from coda_agent.specs.format import Spec, evaluate
+from coda_agent.specs.names import functions_in
 
 if TYPE_CHECKING:
     Values = Mapping[str, torch.Tensor | float]
@@ -135,12 +136,10 @@ def _named(function: Callable[..., Any], names: tuple[str, ...], /, **inputs: ob
 @functools.lru_cache(maxsize=64)
 def _names_outputs(source: str, name: str) -> bool:
     """Tell whether a function of the block returns a dict written there."""
-    tree = ast.parse(source)
-    bodies = {node.name: node.body for node in tree.body if isinstance(node, ast.FunctionDef)}
-    seen = set[str]()
-    while name in bodies and name not in seen:
+    known, seen = functions_in(source), set[str]()
+    while name in known and name not in seen:
         seen.add(name)
-        match bodies[name][-1]:
+        match known[name].body[-1]:
             case ast.Return(value=ast.Dict()):
                 return True
             case ast.Return(value=ast.Call(func=ast.Name(id=called))):

@@ -25,6 +25,7 @@ from coda_agent.specs.names import (
     alias_name,
     bound_names,
     free_names,
+    functions_in,
     import_lines,
     is_harmless,
 )
@@ -137,10 +138,7 @@ def extracted(text: str, where: str, function: str | None = None) -> Source:
 
 def with_tensors(source: Source, names: Sequence[str]) -> Source:
     """Make these arguments, which are numbers, tensors without dims first."""
-    node = next(
-        n for n in ast.parse(source.block).body
-        if isinstance(n, ast.FunctionDef) and n.name == "reference"
-    )  # fmt: skip
+    node = functions_in(source.block)["reference"]
     first = node.body[ast.get_docstring(node) is not None :][0]
     lines = [*zip(source.block.splitlines(), source.lines, strict=True)]
     made = [(f"{' ' * first.col_offset}{x} = torch.as_tensor({x})", 0) for x in names]

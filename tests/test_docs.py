@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from coda_agent.agent.cli.examples import EXAMPLES
+from tests.commands import EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "agent" / "skill.md"]
@@ -85,7 +85,7 @@ def matches(shown: str, said: str) -> bool:
 
 RUNNABLE = [block for block in blocks("python") if "run" not in re.split(r"\W", block.info)]
 COMMANDS = [(block, words) for block in blocks("console") for words in commands(block)]
-HELP = Block(ROOT / "agent" / "cli" / "examples.py", 0, "", "")
+HELP = Block(ROOT / "agent" / "cli" / "__init__.py", 0, "", "")
 COMMANDS += [(HELP, shlex.split(example)) for example in EXAMPLES.values()]
 
 

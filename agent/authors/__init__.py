@@ -132,7 +132,7 @@ class Kind:
         """What it cannot do without."""
         return None
 
-    def full_name(self, which: str) -> str:
+    def full_name(self, which: str, options: Options) -> str:
         """The name that a trial's record has."""
         return f"{self.name}:{which}" if which else self.name
 
@@ -149,7 +149,7 @@ class Kind:
     ) -> dict[str, list[str]]:
         """Name the authors that a name stands for, with their specs."""
         self.make(which, options, workspace)  # what it lacks is said before the first trial
-        return {self.full_name(which): list(specs)}
+        return {self.full_name(which, options): list(specs)}
 
 
 @cache

@@ -9,7 +9,6 @@ from coda_agent.agent.authors import Author, Kind, Options
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import read_events
-from coda_agent.agent.runs import history
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
@@ -36,8 +35,8 @@ class _Recorded(Kind):
     ) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for log in sorted(_trajectories(workspace).glob(f"{which or '*'}/events.jsonl")):
-            if (spec := history(log.parent)[1].spec) in specs:
-                found[self.full_name(log.parent.name)] = [str(spec)]
+            if (spec := RunState.of(read_events(log)).spec) in specs:
+                found[self.full_name(log.parent.name, options)] = [str(spec)]
         if not found:
             raise CodaError(f"no run in {_trajectories(workspace)} is of a spec of the suite")
         return found

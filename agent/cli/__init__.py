@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from coda_agent.agent.cli.lazy import group, lazily
+from coda_agent.agent.cli.lazy import Lazy, group
 
 _EVALS = "coda_agent.evals.cli"
 """Where evaluations have their commands: named here, since this room does not import that one."""
@@ -23,38 +23,43 @@ _EVALS = "coda_agent.evals.cli"
 
 GROUPS = {
     "Write a kernel": [
-        *lazily("basics", "init"),
-        *lazily("spec", "spec"),
-        *lazily("authoring", "generate"),
-        *lazily("kernels", "check", "verify"),
+        Lazy("basics", "init", "init my-kernels"),
+        Lazy("spec", "spec", "spec ffn.py:ffn_gate --shape x=M,K --shape w=N,K"),
+        Lazy("authoring", "generate", "generate ffn_gate"),
+        Lazy("kernels", "check", "check mine.py --spec ffn_gate"),
+        Lazy("kernels", "verify", "verify --all"),
     ],
     "Look": [
-        *lazily("basics", "doctor"),
-        *lazily("show", "show"),
-        *lazily("basics", "explain", "primitives"),
+        Lazy("basics", "doctor", "doctor"),
+        Lazy("show", "show", "show gemm_swiglu"),
+        Lazy("basics", "explain", "explain gemm_swiglu --stage ptx"),
+        Lazy("basics", "primitives", "primitives RowSum"),
     ],
     "Measure": [
-        *lazily("tuning", "tune", "fit"),
-        *lazily(f"{_EVALS}.bench", "bench"),
+        Lazy("tuning", "tune", "tune gemm_swiglu --shape 512,28672,4096"),
+        Lazy("tuning", "fit", "fit --all"),
+        Lazy(f"{_EVALS}.bench", "bench", 'bench --suite paper --case "gemm_rope 4096"'),
         group("eval", "Compare authors on a suite, and score the judge.",
-              *lazily(f"{_EVALS}.trials", "run", "leaderboard"),
-              *lazily(f"{_EVALS}.judge", "judge")),
+              Lazy(f"{_EVALS}.trials", "run", "eval run --suite smoke --author composer"),
+              Lazy(f"{_EVALS}.trials", "leaderboard", "eval leaderboard --html leaderboard.html"),
+              Lazy(f"{_EVALS}.judge", "judge", "eval judge mutants --count 20")),
     ],
     "Ship": [
-        *lazily("tuning", "warm"),
-        *lazily("exporting", "export"),
+        Lazy("tuning", "warm", "warm gemm_swiglu --shape 512,28672,4096"),
+        Lazy("exporting", "export", "export gemm_swiglu gemm_rmsnorm --out kernels"),
     ],
     "Agents": [
-        *lazily("runs", "runs"),
-        *lazily("authoring", "resume"),
-        *lazily("runs", "replay", "tips"),
-        *lazily("authoring", "prompt"),
-        *lazily("tool", "tool"),
-        *lazily("authoring", "mcp"),
-        *lazily("exporting", "skill"),
+        Lazy("runs", "runs", "runs last --html run.html"),
+        Lazy("authoring", "resume", "resume last --max-usd 6"),
+        Lazy("runs", "replay", "replay last"),
+        Lazy("runs", "tips", "tips --prune auto"),
+        Lazy("authoring", "prompt", "prompt gemm_rope --cost"),
+        Lazy("tool", "tool", "tool check level=interpret"),
+        Lazy("authoring", "mcp", "mcp --install claude"),
+        Lazy("exporting", "skill", "skill --out .claude/skills/coda-agent"),
     ],
 }  # fmt: skip
-"""Every command, as `--help` shows them."""
+"""Every command, as `--help` shows them: its module, function and example."""
 
 
 class _Root(TyperGroup):

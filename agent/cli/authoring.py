@@ -54,7 +54,7 @@ BaseUrl = Annotated[
 Holdout = Annotated[float, typer.Option(help="Share of the tips to hold back (A/B).")]
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def generate(
     spec: SpecName,
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
@@ -76,7 +76,7 @@ def generate(
     if device == "cuda":  # said now, rather than after an author's work
         execution.usable_gpu(device)
     workspace = find()
-    path = workspace.resolve_spec(spec)
+    path = resolve_spec(spec, workspace)
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
     if not 0 <= tip_holdout <= 1:
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
@@ -95,7 +95,7 @@ def generate(
     return judged(outcome)
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     """Go on with a model's run where it stopped, by its own limits unless others are given."""
     workspace = find()
@@ -175,7 +175,7 @@ def mcp(
     workspace = find()
     if install:
         return Reply(None, installed(install, workspace))
-    serve(Connection(workspace, device, commit=not no_commit, calls=Calls()))
+    serve(Connection(workspace, device, Calls(), commit=not no_commit))
     return Reply(None)
 
 

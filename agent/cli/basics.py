@@ -156,7 +156,10 @@ def _planned(
         ]
         parts += ["programs", *(text for text, _ in found.kernels)] if verbose else []
         return Reply(document, "\n\n".join(parts))
-    texts = [stage_of(Program.from_dict(data), text, stage) for text, data in found.kernels]
+    texts = [
+        text if stage == "program" else stage_of(None, Program.from_dict(data), stage)
+        for text, data in found.kernels
+    ]
     return Reply(document | {"texts": texts}, "\n\n".join(texts))
 
 

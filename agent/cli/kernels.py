@@ -83,7 +83,7 @@ def _admitted(path: str) -> Reply:
     return Reply(about(found), f"{found.path}: {line(found)}")
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def verify(
     kernels: Kernels = None,
     every: All = False,

@@ -14,29 +14,27 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from coda_agent.agent.cli.examples import EXAMPLES
-
 
 class Lazy(TyperCommand):
     """The command that is a function of a module.
 
     Args:
         module: Of this package; or a whole name, of a room that adds commands of its own.
+        function: Its name is the command's.
+        example: A call of it, as its help ends.
     """
 
-    def __init__(self, module: str, function: str) -> None:
-        super().__init__(function.strip("_").replace("_", "-"), rich_markup_mode=None)
+    def __init__(self, module: str, function: str, example: str) -> None:
+        super().__init__(function, rich_markup_mode=None)
         self.module = module if "." in module else f"{__package__}.{module}"
-        self.function = function
-        self.path = ""
+        self.function, self.example = function, example
 
     @cached_property
     def loaded(self) -> Any:
         """The command itself."""
         found = getattr(import_module(self.module), self.function)
         around = typer.Typer(rich_markup_mode=None)
-        example = EXAMPLES[f"{self.path}{self.name}"]
-        around.command(self.name, epilog=f"Example: coda-agent {example}")(found)
+        around.command(self.name, epilog=f"Example: coda-agent {self.example}")(found)
         return typer.main.get_group(around).commands[str(self.name)]
 
     def make_context(
@@ -49,15 +47,8 @@ class Lazy(TyperCommand):
         return said.get_short_help_str(limit)
 
 
-def lazily(module: str, *functions: str) -> list[Lazy]:
-    """Make the commands of one module."""
-    return [Lazy(module, function) for function in functions]
-
-
 def group(name: str, help: str, *commands: Lazy) -> TyperGroup:
     """Make a command of commands."""
-    for command in commands:
-        command.path = f"{name} "
     about: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
     return TyperGroup(name=name, help=help, commands=commands, **about)
 

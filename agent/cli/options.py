@@ -51,12 +51,5 @@ SpecName = Annotated[
 ]
 
 
-SHARED = {
-    "as_json": Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")],
-    "contended": Annotated[
-        bool, typer.Option("--contended", help="Time on a GPU that others use, too.")
-    ],
-}
-"""Options that `report.reported` gives commands, which do not take them themselves. All but --json
-hold for what a command calls: the judge and its children read them in the environment, as
-CODA_AGENT_<NAME>."""
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Contended = Annotated[bool, typer.Option("--contended", help="Time on a GPU that others use, too.")]

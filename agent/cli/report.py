@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from threading import Timer
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from coda_agent.agent import tables
-from coda_agent.agent.cli.options import SHARED
+from coda_agent.agent.cli.options import AsJson, Contended
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
 from coda_agent.primitives.objects import writable_cache
@@ -37,18 +37,28 @@ _AS_JSON = ContextVar("_AS_JSON", default=False)
 
 
 def reported(
-    *shared: str, json_too: bool = True, compiles: bool = False
+    *, timed: bool = False, json_too: bool = True, compiles: bool = False
 ) -> Callable[[Callable[..., Reply]], Callable[..., None]]:
-    """Make a function that returns a Reply a command, with `shared` options.
+    """Make a function that returns a Reply a command.
 
+    One that is `timed` has --contended, which the judge and its children read in the environment.
     One that `compiles` begins only where the cache can be written.
     """
 
     def decorate(command: Callable[..., Reply]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(*, as_json: bool = False, **given: object) -> None:
+        def run(*, as_json: bool = False, contended: bool = False, **given: object) -> None:
+            def called() -> Reply:
+                if compiles:
+                    writable_cache()
+                if contended:
+                    from coda_agent.agent.judge.machine import CONTENDED
+
+                    os.environ[CONTENDED] = "1"
+                return command(**given)
+
             with _one_document() if as_json else contextlib.nullcontext():
-                reply = answered(lambda: command(**_own(shared, given, compiles)))
+                reply = answered(called)
             # What a file holds must not steer a terminal.
             text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", reply.text)
             if said := json.dumps(plain(reply.document), indent=1) if as_json else text:
@@ -56,29 +66,14 @@ def reported(
             raise typer.Exit(reply.code)
 
         signature, kind = inspect.signature(command), inspect.Parameter.KEYWORD_ONLY
-        more = [
-            inspect.Parameter(name, kind, default=None, annotation=SHARED[name])
-            for name in (*shared, *["as_json"] * json_too)
-        ]
+        options = {"contended": Contended} if timed else {}
+        options |= {"as_json": AsJson} if json_too else {}
+        more = (inspect.Parameter(x, kind, default=None, annotation=y) for x, y in options.items())
         parameters = [*signature.parameters.values(), *more]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return run
 
     return decorate
-
-
-def _own(shared: Sequence[str], given: dict[str, object], compiles: bool) -> dict[str, object]:
-    """Take out the options that go to where `SHARED` says.
-
-    Raises:
-        MachineError: the command compiles, and the cache cannot be written.
-    """
-    if compiles:
-        writable_cache()
-    for name in shared:
-        if value := given.pop(name):
-            os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
-    return given
 
 
 def columns(rows: tables.Rows, beside: int = 0) -> str:

@@ -13,11 +13,11 @@ from coda_agent.agent.cli.report import columns, progress, quiet, reported
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.tips import Tips
-from coda_agent.agent.workspace import Run, find
+from coda_agent.agent.workspace import Run, find, resolve_spec
 from coda_agent.primitives.errors import CodaError
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def replay(
     run: RunName,
     device: DeviceOption = "auto",
@@ -27,8 +27,8 @@ def replay(
     workspace = find()
     found = past.find(workspace, run)
     recorded = found.folder / "spec.md"
-    who = Replay(past.history(found.folder)[0])
-    path = recorded if recorded.is_file() else workspace.resolve_spec(str(past.state(found).spec))
+    who = Replay(past.events_of(found))
+    path = recorded if recorded.is_file() else resolve_spec(str(past.state(found).spec), workspace)
     with progress() as observer:
         outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
     document = {**outcome.record(), "differences": who.differences, "skipped": who.skipped}
@@ -70,7 +70,7 @@ def _one(found: Run, html: Path | None, format: str | None) -> Reply:
     """Show a run; its events where one document is asked for."""
     from rich.console import Console
 
-    events, _ = past.history(found.folder)
+    events = past.events_of(found)
     if quiet():
         return Reply([event.line() for event in events])
     if format:
@@ -79,7 +79,7 @@ def _one(found: Run, html: Path | None, format: str | None) -> Reply:
     if html:
         pages.write(html, found.id, [*run_page.sections(events)])
         return Reply(None, f"wrote {html}")
-    Console().print(past.timeline(found))
+    Console().print(past.timeline(found, events))
     return Reply(None)
 
 

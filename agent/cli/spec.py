@@ -83,12 +83,9 @@ def source_of(function: str) -> Source:
 
 def spec_examples(spec: Spec) -> tuple[Source, dict[str, Example]]:
     """Read a spec's reference as a function, with examples of its arguments."""
-    declared, sizes = spec.declared, spec.declared.bench_shapes[0]
-    binding = spec.bind()
-    examples: dict[str, Example] = {}
-    for name, x in declared.inputs.items():
-        shape = x.shape.cases[binding[x.shape.parameter] if x.shape.parameter else ""]
-        axes = tuple(extent(entry, sizes) for entry in shape)
+    sizes, examples = spec.declared.bench_shapes[0], dict[str, Example]()
+    for name, x in spec.declared.inputs.items():
+        axes = tuple(extent(entry, sizes) for entry in _shape(spec, name))
         examples[name] = Example(axes, "T" if x.dtype in spec.types else x.dtype)
     return extracted(spec.reference_source, str(spec.path), "reference"), examples
 

@@ -22,7 +22,7 @@ _TEXTS = {"write_candidate", "edit_candidate"}
 """The tools whose help has the rules of the language."""
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def tool(
     context: typer.Context,
     name: Annotated[

@@ -41,7 +41,7 @@ RowsOption = Annotated[str, typer.Option(help="Values of M, with --from-model.")
 ROWS = "1,16,64,128,512,2048,8192"
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def tune(
     kernel: Annotated[
         str,
@@ -116,7 +116,7 @@ def warm(
     return Reply(vars(built), text, REFUSED if built.failed else 0)
 
 
-@reported("contended", compiles=True)
+@reported(timed=True, compiles=True)
 def fit(
     kernels: Kernels = None,
     every: All = False,

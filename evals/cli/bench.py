@@ -14,14 +14,14 @@ from coda_agent.agent.tables import by_head
 from coda_agent.agent.workspace import find
 from coda_agent.evals import tables
 from coda_agent.evals.benchmarks import SUITES, load
-from coda_agent.evals.cells import About, Cell, card, read
+from coda_agent.evals.cells import Cell, Record, card, read
 from coda_agent.evals.runner import Bench, Choice, chosen
 from coda_agent.primitives.objects import use_cache
 
 Some = list[str] | None
 
 
-@reported("contended")
+@reported(timed=True)
 def bench(
     suite: Annotated[
         str, typer.Option(help=f"{', '.join(SUITES)}.", autocompletion=completed(lambda: SUITES))
@@ -58,7 +58,7 @@ def bench(
         execution.hopper()
         use_cache()
         require_idle()
-        Bench(root, About.now("cuda")).run(cases, choice, typer.echo)
+        Bench(root, Record.now("cuda")).run(cases, choice, typer.echo)
     cells = [cell for cell in read(record, Cell).values() if not case or cell.case in known]
     cards = sorted({card(cell.machine) for cell in cells})
     written = [tables.write(root), *([tables.draw(cells, figure)] if figure else [])]

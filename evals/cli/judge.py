@@ -31,7 +31,7 @@ _REPEATS = 5
 """How often each program of the corpus is judged, with fresh seeds."""
 
 
-@reported("contended")
+@reported(timed=True)
 def judge(
     score: Annotated[
         Literal["mutants", "diagnosis", "by-hand", "corpus", "generated", "plans"],

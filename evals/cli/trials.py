@@ -81,7 +81,7 @@ def run(
     pool = Cluster(dask, workspace.root) if dask else workers(jobs)
     where = definition.device(device, pool.gpu if isinstance(pool, Cluster) else None)
     parts = _withheld(workspace, author, without or [], where)
-    choice = trials.Choice(_named(author, model), count, only or (), again)
+    choice = trials.Choice([*dict.fromkeys(author)], count, only or (), again)
     plan = trials.plan(workspace, definition, choice, device=where, without=parts, options=options)
     left = len(plan.tasks)
 
@@ -119,25 +119,17 @@ def leaderboard(
 
 
 def _tables(found: boards.Boards) -> tuple[JsonObject, str]:
-    """Show the tables as plain data, and as text those that have rows."""
-    made = boards.tables(found)
-    texts = (columns(table) for table in made.values() if table[1:])
-    return {name: by_head(table) for name, table in made.items()}, "\n\n".join(texts)
+    """Show the table as text, and as plain data by whether a run was recorded."""
+    rows = boards.table(found)
+    known, said = by_head(rows), {"authors": "no", "recorded": "yes"}
+    document = {key: [x for x in known if x["recorded"] == word] for key, word in said.items()}
+    return document, columns(rows)
 
 
 def _said(task: trials.Task, record: trials.Trial, left: int) -> str:
     said = f": {record.reason}" if record.reason else ""
     cost = f"{record.spent.wall_s:.0f} s, {dollars(record.spent.usd)}; {left} left"
     return f"{task.author} {task.spec} {task.trial}: {record.outcome}{said} ({cost})"
-
-
-def _named(names: list[str], model: str | None) -> list[str]:
-    """List authors, each once, with the model where their names have one."""
-    spellings = {name: authors.kind_of(name)[0].spelling for name in names}
-    return [
-        f"{name}:{model}" if model and f"{name}:MODEL" in spelling else name
-        for name, spelling in spellings.items()
-    ]
 
 
 def _withheld(

@@ -22,7 +22,7 @@ from coda_agent.agent.judge.oracle import Case, make_cases
 from coda_agent.agent.judge.records import VERSIONS, Finding, JsonObject
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.agent.judge.variant import Variant
-from coda_agent.evals.cells import FOLDER, About, Judged, append, read
+from coda_agent.evals.cells import FOLDER, Judged, Record, append, read
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
 from coda_agent.primitives.objects import use_cache
@@ -146,7 +146,7 @@ def recorded(
     """Run jobs that the record lacks, by versions and seed; all cells."""
     path = judge.root / FOLDER / f"judge-{name}-{judge.device}.jsonl"
     known = {score.case: score for score in read(path, Score).values()}
-    about, found = About.now(judge.device), dict[str, Score]()
+    about, found = Record.now(judge.device), dict[str, Score]()
     versions = {gate: VERSIONS[gate] for gate in ("compile", "numerics")}
     for done, (case, job) in enumerate(jobs.items(), 1):
         judge.say(done, len(jobs), case)

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from coda_agent import generated
 from coda_agent.agent import authors, doctor, judge, pipeline, shapes, workspace
 from coda_agent.agent.cli import app, basics, main, report, show, targets
-from coda_agent.agent.cli.examples import EXAMPLES
 from coda_agent.agent.configuration import configuration
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge import static  # noqa: F401  # before a fake replaces it
@@ -45,6 +44,7 @@ from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.dispatch_tables import PACKAGED
 from coda_agent.runtime.tile_choice import TileChoice
+from tests.commands import EXAMPLES
 
 PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
 runner = CliRunner()
@@ -321,7 +321,7 @@ def test_check_finds_the_spec(where: workspace.Workspace, tmp_path: Path) -> Non
     (tmp_path / "b.py").write_text("wrong")
     assert "name it with --spec" in run("check", "b.py", code=2)
     run("check", "b.py", "--spec", "gemm_swiglu", code=1)
-    (tmp_path / "spec.md").write_text(where.resolve_spec("gemm_swiglu").read_text())
+    (tmp_path / "spec.md").write_text(workspace.resolve_spec("gemm_swiglu", where).read_text())
     run("check", "b.py", code=1)
     run("generate", "gemm_swiglu")
     assert run("check", "gemm_swiglu", "--json")["level"] == "proved"

@@ -16,12 +16,14 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp_types import Implementation
 
 from coda_agent.agent import judge, references, workspace
+from coda_agent.agent.calls import Calls
 from coda_agent.agent.events import Event
-from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge import GateResult, Observer, Verdict
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.log import read_events
 from coda_agent.agent.mcp import Connection, install, server
-from coda_agent.agent.session import INTERRUPTED
+from coda_agent.agent.reply import Reply, answered
+from coda_agent.agent.session import INTERRUPTED, Call, perform
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
 from coda_agent.primitives.errors import CodaError
@@ -53,6 +55,13 @@ def client(where: workspace.Workspace, stderr: TextIO, *options: str) -> Client:
     )
     about = Implementation(name="tester", version="1")
     return Client(stdio_client(server, errlog=stderr), client_info=about)
+
+
+class Here(Calls):
+    """Does calls in this process, where a test puts another judge."""
+
+    def perform(self, workspace: workspace.Workspace, call: Call, observer: Observer) -> Reply:
+        return answered(lambda: perform(workspace, call, observer))
 
 
 def proved(spec: Any, text: str, *_: Any, **__: Any) -> Verdict:
@@ -174,7 +183,7 @@ def test_each_run_ends_once_and_the_next_begins_with_read_spec(
         late = await call("check", "gemm_swiglu", level="static")
         assert late.is_error and said(late).startswith("this run is over: gave up: enough (read_sp")
 
-    talk_to(Connection(where, "cpu", commit=True), body)
+    talk_to(Connection(where, "cpu", Here(), commit=True), body)
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
         "['gave up: enough']", "['proved']", "['the client left']"
     ]  # fmt: skip
@@ -196,7 +205,7 @@ def test_a_fault_of_ours_ends_its_run_and_no_other(
         assert not (await call("read_spec", "gemm_rope")).is_error
         assert not (await call("write_candidate", "gemm_swiglu", text=RIGHT)).is_error
 
-    talk_to(Connection(where, "cpu", commit=True), body)
+    talk_to(Connection(where, "cpu", Here(), commit=True), body)
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
         "['the client left']", "['the client left']", "[None]"
     ]  # fmt: skip
@@ -220,7 +229,7 @@ def test_the_next_connection_goes_on_with_the_run(where: workspace.Workspace, qu
         assert "load_kernel(Path(" in how and "D, O = gemm_swiglu(A, B)" in how
 
     for body in (first, second):
-        talk_to(Connection(where, "cpu", commit=True), body)
+        talk_to(Connection(where, "cpu", Here(), commit=True), body)
     by_spec = sorted((log[0].data["spec"], ends(log)) for log in logs(where).values())
     assert by_spec == [
         ("gemm_rope", ["the client left"]), ("gemm_swiglu", ["the client left", "proved"])
@@ -271,7 +280,7 @@ def test_from_a_function_to_a_kernel_without_a_shell(
 
     async def talk() -> None:
         nonlocal received
-        async with Client(server(Connection(where, "cpu", commit=True))) as agent:
+        async with Client(server(Connection(where, "cpu", Here(), commit=True))) as agent:
             listed = await agent.list_tools()
             received += len(listed.model_dump_json(by_alias=True, exclude_none=True))
             assert agent.instructions and "# The language" in agent.instructions
@@ -327,7 +336,7 @@ def test_what_new_spec_refuses_names_no_option_of_a_shell(
     (where.specs / "there.md").touch()
 
     async def talk() -> None:
-        async with Client(server(Connection(where, "cpu", commit=True))) as agent:
+        async with Client(server(Connection(where, "cpu", Here(), commit=True))) as agent:
             given = {"function": FUNCTION, "shapes": shapes, "name": name}
             wrong = await agent.call_tool("new_spec", given)
             assert wrong.is_error and message in said(wrong) and "--" not in said(wrong)
@@ -342,7 +351,7 @@ def test_the_composers_draft_is_a_tool(where: workspace.Workspace, quick: None) 
         assert "HOLE_1(0.999 * tanh(0.5 * (acc + bias)))" in said(draft)
         assert draft.structured_content["data"] == {"composed": False}
 
-    talk_to(Connection(where, "cpu", commit=True), body)
+    talk_to(Connection(where, "cpu", Here(), commit=True), body)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -389,7 +398,7 @@ def test_read_spec_of_a_spec_that_was_changed_opens_a_run_of_what_it_is_now(
         await call("write_candidate", "gemm_swiglu", text=RIGHT)
         assert "accepted as proved" in said(await call("submit", "gemm_swiglu"))
 
-    talk_to(Connection(where, "cpu", commit=True), body)
+    talk_to(Connection(where, "cpu", Here(), commit=True), body)
     assert where.kernel("gemm_swiglu").spec.read_text() == path.read_text()
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
         "['its spec was changed']", "['proved']"
@@ -404,5 +413,5 @@ def test_what_cannot_be_opened_is_said_and_leaves_no_run(where: workspace.Worksp
         assert "output 'O' is bfloat16 [77, 136]; expected float32" in said(lost)
 
     (where.root / "refused.md").write_text(REFUSED.replace("gemm_swiglu", "refused"))
-    talk_to(Connection(where, "cpu", commit=True), body)
+    talk_to(Connection(where, "cpu", Here(), commit=True), body)
     assert logs(where) == {}

@@ -6,6 +6,7 @@ import pytest
 from coda_agent.agent import workspace
 from coda_agent.agent.evidence import Evidence
 from coda_agent.agent.judgement import Machine
+from coda_agent.agent.workspace import resolve_spec
 from coda_agent.primitives.errors import WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
@@ -96,17 +97,17 @@ def test_find_without_a_repository(tmp_path: Path) -> None:
 def test_names(tmp_path: Path) -> None:
     made, _ = workspace.init(tmp_path)
     (made.specs / "my_gemm.md").write_text("x")
-    assert made.resolve_spec("my_gemm") == made.specs / "my_gemm.md"
-    assert made.resolve_spec(str(made.specs / "my_gemm.md")) == made.specs / "my_gemm.md"
-    packaged = made.resolve_spec("gemm_swiglu")
+    assert resolve_spec("my_gemm", made) == made.specs / "my_gemm.md"
+    assert resolve_spec(str(made.specs / "my_gemm.md"), made) == made.specs / "my_gemm.md"
+    packaged = resolve_spec("gemm_swiglu", made)
     assert not packaged.is_relative_to(made.root)
     (made.specs / "gemm_swiglu.md").write_text("mine first")
-    assert made.resolve_spec("gemm_swiglu").is_relative_to(made.root)
+    assert resolve_spec("gemm_swiglu", made).is_relative_to(made.root)
     with pytest.raises(WorkspaceError, match="no spec named 'my_gem'") as caught:
-        made.resolve_spec("my_gem")
+        resolve_spec("my_gem", made)
     assert "did you mean my_gemm" in caught.value.hint
     with pytest.raises(WorkspaceError, match="no spec file"):
-        made.resolve_spec("nowhere/x.md")
+        resolve_spec("nowhere/x.md", made)
 
 
 def test_kernels(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from coda_agent import generated
 from coda_agent.evals.cases import Case
-from coda_agent.evals.gradients import KERNELS, cases
+from coda_agent.evals.gradients import KERNELS, suite
 from tests.evals.small import ROOT, measured
 
 
@@ -22,7 +22,7 @@ def test_every_kernel_of_16_bits_is_there_in_each_form_that_overwrites_nothing()
 
 
 @pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", suite(ROOT).cases, ids=lambda case: case.name)
 def test_gradients_are_as_right_as_pytorchs(tmp_path: Path, case: Case) -> None:
     cells = {key[1]: cell for key, cell in measured(tmp_path, 32, case).items()}
     assert 0 < (cells["ours"].error_ratio or 0) <= 1.2 and not cells["eager"].absent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.evals.host import cases
+from coda_agent.evals.host import suite
 from tests.evals.small import ROOT, measured
 
 
@@ -14,7 +14,7 @@ from tests.evals.small import ROOT, measured
 def test_calls_compute_what_the_spec_says(tmp_path: Path) -> None:
     """In place too, where each contender has inputs of its own."""
     names = "gemm_residual_partial_rmsnorm_bwd", "gemm_rope", "gemm_fp8_swiglu"
-    chosen = [case for case in cases(ROOT) if case.name in names]
+    chosen = [case for case in suite(ROOT).cases if case.name in names]
     cells = measured(tmp_path, 1, *chosen)
     for case in chosen:
         assert 0 < (cells[case.name, "ours"].error or 0) < 5e-3 and case.regimes == ("host", "loop")

@@ -47,9 +47,11 @@ def trial(where: Workspace, spec: str, author: str, *, speed: float = 1.0, **mor
     return Trial.model_validate({**about, "spent": spent, **more})
 
 
-def rows(where: Workspace, *records: Trial, table: str = "authors") -> list[JsonObject]:
+def rows(where: Workspace, *records: Trial, recorded: str = "no") -> list[JsonObject]:
     append(records_of(where.root, "tiny"), records)
-    return by_head(leaderboard.tables(leaderboard.boards(where))[table])
+    table = by_head(leaderboard.table(leaderboard.boards(where)))
+    assert (said := [str(row["recorded"]) for row in table]) == sorted(said)
+    return [row for row in table if row["recorded"] == recorded]
 
 
 def test_authors_are_ranked_where_they_differ_by_more_than_chance(where: Workspace) -> None:
@@ -115,12 +117,12 @@ def test_recorded_runs_stand_apart_by_the_name_in_the_recording(where: Workspace
     entered = [trial(where, spec, "agent:m-2") for spec in SPECS[1:3]]
     without = trial(where, SPECS[0], "claude:m", without=("demos", "tips"))
     composer = [trial(where, spec, "composer", speed=0) for spec in SPECS[:2]]
-    found = rows(where, *replayed, *entered, *composer, without, table="recorded")
+    found = rows(where, *replayed, *entered, *composer, without, recorded="yes")
     assert [(r["author"], r["model"], r["trials"], r[leaderboard.GIVEN][-4:]) for r in found] == [
         ("agent", "m-2", "3/3", "of 2"), ("agent:claude", "not named", "1/1", "of 1"),
         ("claude", "claude-x, effort low", "1/1", "of 1"), ("replay:lost", "not named", "1/1", "of 1"),
     ]  # fmt: skip
-    assert "rank" not in found[0] and "USD" not in found[0]
+    assert {row[key] for row in found for key in ("rank", "USD", "attempts")} == {"–"}
     ranked = {(row["author"], row["trials"]) for row in rows(where)}
     assert ranked == {("claude without demos without tips", "1/1"), ("composer", "0/2")}
     (board,) = leaderboard.boards(where).values()

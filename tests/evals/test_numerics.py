@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.evals.numerics import LAYERS, SITES, cases
-from tests.evals.small import measured
+from coda_agent.evals.numerics import LAYERS, SITES, suite
+from tests.evals.small import ROOT, measured
 
 
 @pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
 def test_ours_is_more_accurate_than_pytorchs_path(tmp_path: Path) -> None:
-    chosen = [case for case in cases() if case.name.endswith((" 0", f" {LAYERS - 1}"))]
+    chosen = [case for case in suite(ROOT).cases if case.name.endswith((" 0", f" {LAYERS - 1}"))]
     assert len(chosen) == 2 * len(SITES)
     cells = measured(tmp_path, 32, *chosen)
     for case in chosen:

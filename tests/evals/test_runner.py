@@ -14,12 +14,12 @@ import torch
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.evals.cases import Absent, Call, Case, Contender, Setup, Suite
-from coda_agent.evals.cells import About, Cell, read
+from coda_agent.evals.cells import Cell, Record, read
 from coda_agent.evals.runner import Bench, Choice, fallbacks
 from coda_agent.primitives.errors import CodaError, MachineError
 
 TIMES = {"ours": 200.0, "eager": 300.0, "gemm": 190.0, "liger": 250.0}
-HERE = About(commit="abc1234", machine="NVIDIA H200, driver 1, torch 2", date="2026-11-25")
+HERE = Record(commit="abc1234", machine="NVIDIA H200, driver 1, torch 2", date="2026-11-25")
 
 
 class Clock:
@@ -61,7 +61,7 @@ def suite(*cases: Case, regimes: Sequence[str] = ("warm",)) -> Suite:
     return Suite("tiny", "", cases, regimes, 20)
 
 
-def run(root: Path, what: Suite, clock: Any = None, *, about: About = HERE, **choice: Any) -> Any:
+def run(root: Path, what: Suite, clock: Any = None, *, about: Record = HERE, **choice: Any) -> Any:
     said, clock = list[str](), clock or Clock()
     bench = Bench(root, about, "cpu", 1, {"warm": clock, "steady": clock})
     path = bench.run(what, Choice(**choice), said.append)

@@ -7,7 +7,7 @@ import torch
 
 from coda_agent.evals.cases import Setup
 from coda_agent.evals.kernels import _ours
-from coda_agent.evals.workloads import Heads, make_workload
+from coda_agent.evals.workloads import make_workload
 from coda_agent.runtime.loading import load_kernel
 from tests.evals.small import ROOT
 
@@ -35,10 +35,11 @@ def test_many_rows_are_checked_by_a_part_of_them(name: str) -> None:
 
 
 def test_keys_and_values_may_have_fewer_heads() -> None:
-    assert Heads.of(256, TINY) == Heads(64, (128, 64, 64))
-    assert Heads.of(768, {}) == Heads(128, (256, 256, 256))
     kernel = load_kernel(ROOT / "generated" / "gemm_rmsnorm_rope")
+    whole = make_workload(kernel, {"M": 16, "N": 768, "K": 64}, "bfloat16", "cpu")
+    assert (whole.head, whole.columns) == (128, (256, 256, 256))
     workload = make_workload(kernel, {"M": 16, "N": 256, "K": 64}, "bfloat16", "cpu", TINY)
+    assert (workload.head, workload.columns) == (64, (128, 64, 64))
     table = workload.inputs[0]["cs"]
     assert torch.equal(table[:, :64], table[:, 64:128])
     assert torch.equal(table[:, :64], table[:, 128:192])  # the keys'

@@ -67,8 +67,8 @@ class _Claude(Kind):
     meaning = "A model of Anthropic's at the tools, driven by this program."
     aided = True
 
-    def full_name(self, which: str) -> str:
-        return f"claude:{model_named(which)}"
+    def full_name(self, which: str, options: Options) -> str:
+        return f"claude:{model_named(which or options.model)}"
 
     def make(self, which: str, options: Options, workspace: Workspace) -> Author:
         model = model_named(which or options.model)
@@ -86,6 +86,9 @@ class _Messages(Kind):
     spelling = "messages:MODEL"
     meaning = "A model of another server that speaks the Messages API, driven by this program."
     aided = True
+
+    def full_name(self, which: str, options: Options) -> str:
+        return f"messages:{which or options.model}"
 
     def make(self, which: str, options: Options, workspace: Workspace) -> Author:
         server = server_named(options.base_url or os.environ.get("ANTHROPIC_BASE_URL", ""))
