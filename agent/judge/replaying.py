@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs
@@ -15,8 +16,9 @@ from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.graph import Graph
+from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.operation import GROUPS, PLACED
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowVector
@@ -221,6 +223,20 @@ def _exact(value: Any) -> Any:
 
 def _tensors(values: Iterable[Any]) -> list[Any]:
     return [torch.as_tensor(v, dtype=torch.float64) if isinstance(v, float) else v for v in values]
+
+
+def followed(program: Program, by: Mapping[int, tuple[str, float]]) -> Program:
+    """Apply an operation with a number to some nodes' values, by node."""
+    nodes, places = list[Node](), list[int]()
+    for i, node in enumerate(program.graph.nodes):
+        nodes.append(replace(node, args=tuple(places[a] for a in node.args)))
+        if i in by:
+            op, number = by[i]
+            nodes.append(Node("const", (), Shape.SCALAR, value=float(number)))
+            nodes.append(Node(op, (len(nodes) - 2, len(nodes) - 1), node.shape))
+        places.append(len(nodes) - 1)
+    outputs = {o: places[i] for o, i in program.graph.outputs.items()}
+    return replace(program, graph=Graph(nodes, outputs))
 
 
 class Reading:
