@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -81,7 +82,7 @@ def check_numerics(
             key, configs = (program, element), tiles[program, element]
             name, kept = " ".join(key), list[TileConfig]()
             drawn = make_cases(spec, variant.binding, element, device, seed)
-            cases = _Kept(_eased(case, shares) if any(shares.values()) else case for case in drawn)
+            cases = (_eased(case, shares) if any(shares.values()) else case for case in drawn)
             worst[name] = WorstError(seed=seed)
             # One of each code: what does not depend on the tile may depend on that.
             full = {
@@ -91,7 +92,8 @@ def check_numerics(
             for config in configs:
                 progress(done := done + 1, total, f"{name} {config.label}")
                 check = TileCheck(variant, element, config, run, seed)
-                fault = check.fault(cases, full=config in full)
+                made, cases = itertools.tee(cases)  # as they are asked for: a fault saves others
+                fault = check.fault(made, full=config in full)
                 if fault is None:
                     kept.append(config)
                     worst[name] = check.worst(worst[name])
@@ -118,19 +120,6 @@ def _eased(case: Case, shares: Mapping[str, float]) -> Case:
         if o in allowed:
             allowed[o] = allowed[o] + share * truth.abs()
     return replace(case, bounds=bounds, allowed=allowed)
-
-
-class _Kept:
-    """Cases made as they are asked for: a first fault saves others."""
-
-    def __init__(self, source: Iterator[Case]) -> None:
-        self.source, self.made = source, list[Case]()
-
-    def __iter__(self) -> Iterator[Case]:
-        yield from self.made
-        for case in self.source:
-            self.made.append(case)
-            yield case
 
 
 Place = tuple[object, ...]
