@@ -10,7 +10,7 @@ from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_f
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.execution.sanitize import sanitize
-from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, SanitizeJob
+from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import JsonObject, Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
@@ -79,7 +79,7 @@ class Local:
         if job.device == "cpu":
             with one_thread():
                 return job.run(progress)
-        if isinstance(job, SanitizeJob):
+        if job.tool:
             return sanitize(demanded(self.gpu()), job, progress)
         if self._ahead:
             self._ahead.join()

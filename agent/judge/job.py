@@ -128,6 +128,7 @@ class Job(Record, Generic[ReportT]):
         programs: By variant name.
         tiles: Configurations to try.
         device: "cuda" runs kernels; "cpu" the interpreter.
+        tool: What of compute-sanitizer it runs under, in a child of its own; its report counts.
     """
 
     kind: Any  # each kind of job is a literal of its own
@@ -135,6 +136,7 @@ class Job(Record, Generic[ReportT]):
     spec: SpecData
     programs: dict[str, ProgramData]
     tiles: Tiles
+    tool: Tool | None = None
     answer: ClassVar[type[Outcome[Any]]] = Outcome
 
     def run(self, progress: Progress) -> Outcome[ReportT]:
@@ -239,16 +241,6 @@ class CallJob(Job[NumericsReport]):
         kernel = imported(self.spec, self.programs, tuned, self.refused)
         found = check_imported(kernel, types, device=self.device, seed=self.seed)
         return Outcome(findings=tuple(found))
-
-
-class SanitizeJob(Job[NumericsReport]):
-    """A tool of compute-sanitizer on the programs' numerics, in the default tile.
-
-    Not for a device child: `agent/execution/sanitize.py` runs a child of its own under the tool.
-    """
-
-    kind: Literal["sanitize"] = "sanitize"
-    tool: Tool
 
 
 GateJob = NumericsJob | PrepareJob | PerformanceJob | TuneJob | SurveyJob | CallJob
