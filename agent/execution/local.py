@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
-from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.execution.sanitize import sanitize
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
-from coda_agent.agent.judge.machine import Gpu, demanded
+from coda_agent.agent.judge.machine import Gpu, demanded, environment
 from coda_agent.agent.judge.records import JsonObject, Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.primitives.errors import CompileError
