@@ -201,16 +201,13 @@ class _Sample:
         for o, out, expected in self.apart():
             wrong = differing(self.variant, self.inputs, o, out, expected)
             if bool(wrong.any()):
-                index = [int(i) for i in wrong.nonzero()[0]]
-                got, due = (float(x[tuple(index)]) for x in (out, expected))
-                where = {"got": got, "expected": due, "index": index, "output": o}
-                where |= {"seed": self.seed, "program": self.variant.program.name}
+                at = self.variant.first_wrong(o, wrong, out, expected)
                 message = (
-                    f"{o} is another function where inputs are {self.label}: it is {got:g} "
-                    f"where {due:g} is due; a half is rounded, a threshold met, or one of equal "
-                    "values taken, otherwise"
+                    f"{o} is another function where inputs are {self.label}: it is {at['got']:g} "
+                    f"where {at['expected']:g} is due; a half is rounded, a threshold met, or one "
+                    "of equal values taken, otherwise"
                 )
-                return Finding(message=message, where=where)
+                return Finding(message=message, where={**at, "seed": self.seed})
         return None
 
     def fault(self) -> Finding | None:
