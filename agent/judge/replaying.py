@@ -74,13 +74,13 @@ class Replay:
             rows = counts.topk(_ROWS).indices.sort().values
             # A vector over columns is as long as there are rows where M is N.
             over = (x for x, kind in program.operands.items() if not issubclass(kind, RowVector))
-            lifted |= {x: _some(lifted[x], rows, len(acc)) for x in over}
+            by_row = [x for x in over if lifted[x].ndim and len(lifted[x]) == len(acc)]
+            lifted |= {x: lifted[x][rows] for x in by_row}
             acc = acc[rows]
             self.truth = truth[rows]
             self.added = None if self.added is None else self.added[rows]
         self.acc, self.single, self.read = acc, single, Reading(program.graph)
         self.runs = 0
-        lifted = {x: torch.as_tensor(v) for x, v in lifted.items()}
         self.values = _tensors(self.graph.replay(acc, lifted, self._applied))
         self.out = self.run({})
         self.difference = _apart(self.out, self.truth)
@@ -175,12 +175,11 @@ def found_lost(replay: Replay, unit: float) -> Mistake | None:
         return None
     if bool((~replay.out.isfinite() & wrong).any()):
         for i, value in enumerate(replay.values):
-            lost = ~torch.as_tensor(value).isfinite()
+            lost = ~value.isfinite()
             if not bool(lost.any()) or nodes[i].op in ("acc", "operand"):
                 continue
-            values = (torch.as_tensor(replay.values[a]) for a in nodes[i].args)
-            if all(bool(v.isfinite().all()) for v in values):
-                what = float(torch.as_tensor(value)[lost].flatten()[0])
+            if all(bool(replay.values[a].isfinite().all()) for a in nodes[i].args):
+                what = float(value[lost].flatten()[0])
                 text = f"`{expression(replay.graph, i)}` is {what:g} for some inputs"
                 return Mistake("overflow", text)
         return None
@@ -210,10 +209,6 @@ def _apart(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     share = (out - truth).abs() / truth.abs().clamp_min(1e-290)
     share = torch.where(out == truth, 0.0, share.nan_to_num(torch.inf))
     return torch.where(truth.isfinite(), share, 0.0)
-
-
-def _some(value: Any, rows: torch.Tensor, count: int) -> Any:
-    return value[rows] if getattr(value, "ndim", 0) and len(value) == count else value
 
 
 def _exact(value: Any) -> Any:
