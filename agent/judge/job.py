@@ -148,12 +148,12 @@ class NumericsJob(Job[NumericsReport]):
     """The numerics gate: what may be dispatched.
 
     Attributes:
-        seed: What all draws follow from; a secret one by default.
+        seed: What all draws follow from.
         approximated: What outputs are off by in float64, as shares, by "program output".
     """
 
     kind: Literal["numerics"] = "numerics"
-    seed: int | None = None
+    seed: int
     approximated: dict[str, float] = Field(default={})
     answer = Outcome[NumericsReport]
 
@@ -225,13 +225,13 @@ class CallJob(Job[NumericsReport]):
     Attributes:
         tuned: What tuned.json will hold.
         refused: Labels of the tiles that evidence will call wrong.
-        seed: What all draws follow from; a secret one by default.
+        seed: What all draws follow from.
     """
 
     kind: Literal["call"] = "call"
     tuned: dict[str, Tuned] = Field(default={})
     refused: tuple[str, ...] = ()
-    seed: int | None = None
+    seed: int
 
     def run(self, progress: Progress) -> Outcome[NumericsReport]:
         from coda_agent.agent.judge.imported import check_imported, imported

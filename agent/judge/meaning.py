@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -71,17 +70,16 @@ _NO_MISTAKES = ("extra_term", "wrong_operation")
 
 
 def check_meaning(
-    spec: Spec, programs: Mapping[str, Program], *, seed: int | None = None,
+    spec: Spec, programs: Mapping[str, Program], *, seed: int,
     approximated: dict[str, float] | None = None,
 ) -> list[Finding]:  # fmt: skip
     """Find each program that means something else than the reference.
 
     Args:
         programs: By variant name.
-        seed: What all draws follow from; a secret one by default.
+        seed: What all draws follow from.
         approximated: Gets the most that approximations are off by, by "program output".
     """
-    seed = secrets.randbits(62) if seed is None else seed
     with one_thread():
         found = [
             meaning_fault(spec, programs[spec.variant(binding)], binding, seed, approximated)

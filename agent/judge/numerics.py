@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 def check_numerics(
     variants: Sequence[Variant], tiles: Tiles, *, device: Literal["cuda", "cpu"],
-    progress: Progress, run: Runner | None = None, seed: int | None = None,
+    progress: Progress, seed: int, run: Runner | None = None,
     approximated: Mapping[str, float] | None = None,
 ) -> Outcome[NumericsReport]:  # fmt: skip
     """Check every program in every dtype, tile and case.
@@ -60,8 +59,8 @@ def check_numerics(
         tiles: Configurations to check.
         device: "cuda" runs kernels, "cpu" the interpreter.
         progress: Called as (done, total, note).
+        seed: What all draws follow from.
         run: What produces outputs; `run_kernel` or `run_interpreter` by default.
-        seed: What all draws follow from; a secret one by default.
         approximated: What outputs are off by in float64, as shares, by "program output".
 
     Returns:
@@ -69,7 +68,6 @@ def check_numerics(
     """
     spec = variants[0].spec
     run = run or (run_kernel if device == "cuda" else run_interpreter)
-    seed = secrets.randbits(62) if seed is None else seed
     findings: list[Finding] = []
     worst: dict[str, WorstError] = {}
     refused: list[RefusedTile] = []

@@ -283,7 +283,9 @@ class Walk:
             result.skipped = NO_GPU
             return
         tiles = {(name, self.types[0]): (_DEFAULT,) for name in self.variants}
-        job = NumericsJob(spec=self.spec, programs=self.programs, tiles=tiles, tool=tool)
+        job = NumericsJob(
+            spec=self.spec, programs=self.programs, tiles=tiles, tool=tool, seed=self.seed
+        )
         self._graded(job, result)
 
 
