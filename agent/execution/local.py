@@ -99,4 +99,4 @@ def here() -> Local:
 def _prepare(device: Device, job: PrepareJob) -> None:
     # What fails here fails in the gate, too, and is told there.
     with contextlib.suppress(Exception), exclusive([device.gpu], wait_s=0):
-        device.prepare(job)
+        device.grade(job, lambda *_: None)

@@ -168,14 +168,15 @@ class NumericsJob(Job[NumericsReport]):
 
 
 class PrepareJob(Job[PerformanceReport]):
-    """What the performance gate needs beside the candidate, by `tiles`' types."""
+    """What the performance gate needs beside the candidate, in some element types."""
 
     kind: Literal["prepare"] = "prepare"
+    types: tuple[str, ...]
 
     def run(self, progress: Progress) -> Outcome[PerformanceReport]:
         from coda_agent.agent.judge.baselines import prepare
 
-        prepare(self.spec, [element for _, element in self.tiles])
+        prepare(self.spec, self.types)
         return Outcome()
 
 

@@ -119,7 +119,9 @@ class Walk:
         gates = self.terms.gates
         if "compile" in gates:
             gpu = self.gpu is not None and bool(set(gates) - {"static", "compile"})
-            ahead = self._ahead() if gpu and "performance" in gates else None
+            ahead = None
+            if gpu and "performance" in gates:  # done while the candidate is compiled
+                ahead = PrepareJob(spec=self.spec, programs={}, tiles={}, types=tuple(self.types))
             self.executor.start(gpu=gpu, ahead=ahead)
         steps = {
             "static": self._static,
@@ -143,14 +145,6 @@ class Walk:
                 # Left behind, it would compute beside the next walk; and two threads that parse at
                 # once make CPython 3.11 raise SystemError.
                 wait([self._begun])
-
-    def _ahead(self) -> PrepareJob:
-        """Say what the GPU can do while the candidate is compiled."""
-        return PrepareJob(
-            spec=self.spec,
-            programs={},
-            tiles={(self.variants[0], element): () for element in self.types},
-        )
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
