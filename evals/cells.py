@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coda_agent.agent.doctor import package_version
-from coda_agent.agent.execution.environment import environment
+from coda_agent.agent.judge.machine import environment
 from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.judgement import Machine
 from coda_agent.agent.plain import utc_now

@@ -22,7 +22,7 @@ from typing import Any
 from coda_agent.agent.execution.answers import Bug, Fault, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.execution.faulted_tiles import FaultMemory, Launch, TileFault
-from coda_agent.agent.judge.job import Job, NumericsJob, PrepareJob
+from coda_agent.agent.judge.job import Job, NumericsJob
 from coda_agent.agent.judge.machine import CONTENDED, DEVICE_CHILD, Gpu, demanded, smi
 from coda_agent.agent.judge.records import (
     Finding,
@@ -180,14 +180,6 @@ class Device:
     def close(self) -> None:
         """Kill the child."""
         self._child.close()
-
-    def prepare(self, job: PrepareJob) -> None:
-        """Do what the performance gate would need time for.
-
-        Raises:
-            MachineError, CodaError: as `grade`.
-        """
-        self._tried(job.model_dump(mode="json"), lambda *_: None)
 
     def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
         """Run a gate's kernels; numerics a job for each program and type.

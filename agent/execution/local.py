@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
-from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.execution.sanitize import sanitize
-from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, SanitizeJob
-from coda_agent.agent.judge.machine import Gpu, demanded
+from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
+from coda_agent.agent.judge.machine import Gpu, demanded, environment
 from coda_agent.agent.judge.records import JsonObject, Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.primitives.errors import CompileError
@@ -79,7 +78,7 @@ class Local:
         if job.device == "cpu":
             with one_thread():
                 return job.run(progress)
-        if isinstance(job, SanitizeJob):
+        if job.tool:
             return sanitize(demanded(self.gpu()), job, progress)
         if self._ahead:
             self._ahead.join()
@@ -100,4 +99,4 @@ def here() -> Local:
 def _prepare(device: Device, job: PrepareJob) -> None:
     # What fails here fails in the gate, too, and is told there.
     with contextlib.suppress(Exception), exclusive([device.gpu], wait_s=0):
-        device.prepare(job)
+        device.grade(job, lambda *_: None)

@@ -15,7 +15,7 @@ from typing import Any
 from coda_agent.agent.execution.answers import Ok, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.execution.device import environment, exclusive
-from coda_agent.agent.judge.job import NumericsJob, SanitizeJob
+from coda_agent.agent.judge.job import Job
 from coda_agent.agent.judge.machine import DEVICE_CHILD, Gpu
 from coda_agent.agent.judge.records import SANITIZERS, Finding, JsonObject, Outcome, Progress
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -51,17 +51,17 @@ def _sanitizer() -> str:
 
 
 def sanitize(
-    gpu: Gpu, job: SanitizeJob, progress: Progress, module: str = DEVICE_CHILD
+    gpu: Gpu, job: Job[Any], progress: Progress, module: str = DEVICE_CHILD
 ) -> Outcome[Any]:
-    """Run a job's programs under a tool, at the smallest check shape.
+    """Run a job's programs under its tool, at the smallest check shape.
 
     Raises:
         MachineError: compute-sanitizer is missing, or left no complete report.
     """
     smallest = min(job.spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     spec = job.spec.model_copy(update={"check_shapes": (smallest,)})
-    work = NumericsJob(spec=spec, programs=job.programs, tiles=job.tiles)
-    tool, wrong = job.tool, tuple[Finding, ...]()
+    work = job.model_copy(update={"spec": spec, "tool": None})
+    tool, wrong = str(job.tool), tuple[Finding, ...]()
     # Without PyTorch's cache every tensor is an allocation of its own, whose end is watched.
     variables = {**environment(gpu), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with tempfile.TemporaryDirectory() as folder, exclusive([gpu], progress):

@@ -33,11 +33,9 @@ class DeviceClock:
     """The current CUDA device, as far as timing needs it."""
 
     def __init__(self) -> None:
-        self._cuda = torch.cuda
         self._scratch = torch.empty(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         shape = (3, _PRODUCT, _PRODUCT)
         self._a, self._b, self._c = torch.randn(shape, device="cuda").to(torch.bfloat16)
-        self._mm = torch.mm
         self._driver, self.persisting_l2 = None, "not released: no libcuda.so.1"
         with contextlib.suppress(OSError):
             self._driver = ctypes.CDLL("libcuda.so.1")
@@ -52,7 +50,7 @@ class DeviceClock:
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
-        event = self._cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -61,7 +59,7 @@ class DeviceClock:
 
     def synchronize(self) -> None:
         """Wait for every stream."""
-        self._cuda.synchronize()
+        torch.cuda.synchronize()
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -70,18 +68,18 @@ class DeviceClock:
         """Wait until nothing runs, with nothing pinned in the cache."""
         if self._driver is not None:
             self._driver.cuCtxResetPersistingL2Cache()
-        self._cuda.synchronize()
+        torch.cuda.synchronize()
 
     def work(self, times: int) -> None:
         """Multiply matrices, then overwrite the cache."""
         for _ in range(times):
-            self._mm(self._a, self._b, out=self._c)
+            torch.mm(self._a, self._b, out=self._c)
         for _ in range(_FLUSHES):
             self._scratch.zero_()
 
     def spin(self, time_us: float = 100.0) -> None:
         """Launch a kernel known by its name, of about so long."""
-        self._cuda._sleep(int(2000 * time_us))  # an H200's clock is 1.98 GHz at most
+        torch.cuda._sleep(int(2000 * time_us))  # an H200's clock is 1.98 GHz at most
 
     def trace(self, body: Callable[[], None]) -> list[Span]:
         """List what ran on the device in `body`, if CUPTI says."""
@@ -91,7 +89,7 @@ class DeviceClock:
             return []
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             body()
-            self._cuda.synchronize()
+            torch.cuda.synchronize()
         events = [
             e for e in seen.events() or () if e.device_type == DeviceType.CUDA
             and not e.is_user_annotation and e.name not in _WAITS

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from coda_agent.agent.judge.records import Inputs
+from coda_agent.agent.judge.replaying import followed
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.deferred import torch
-from coda_agent.primitives.graph import Graph, Node, Shape
+from coda_agent.primitives.graph import Node
 from coda_agent.specs import Spec
 
 _RELATIVE = 1e-9
@@ -85,8 +85,7 @@ class Roundings:
         spec, program, inputs, o = self._about
         (top, _), share = tops(spec, o), self._share(program.graph.nodes[i])
         moved = self._operations if share == _ROUNDING else self._constants
-        graph = _scaled(program.graph, i, 1 + share)
-        other = replayed(spec, dataclasses.replace(program, graph=graph), inputs)[o]
+        other = replayed(spec, followed(program, {i: ("mul", 1 + share)}), inputs)[o]
         moved += (other.clamp(-top, top) - self._out).abs().nan_to_num(0.0, 0.0, 0.0)
 
     @staticmethod
@@ -102,18 +101,3 @@ def _short(node: Node) -> float:
 def _whole(node: Node) -> float:
     """Give the whole number next to a constant, of those that float32 has."""
     return float(round(node.value)) if abs(node.value) < 2**24 else math.nan
-
-
-def _scaled(graph: Graph, i: int, factor: float) -> Graph:
-    """Multiply node `i` of a graph by a factor."""
-
-    def at(j: int) -> int:
-        return j if j < i else j + 2
-
-    nodes = graph.nodes
-    scaled = [
-        Node("const", (), Shape.SCALAR, value=factor),
-        Node("mul", (i, i + 1), nodes[i].shape),
-    ]
-    after = [dataclasses.replace(n, args=tuple(map(at, n.args))) for n in nodes[i + 1 :]]
-    return Graph(nodes[: i + 1] + scaled + after, {o: at(j) for o, j in graph.outputs.items()})

@@ -95,7 +95,7 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
             negative = {a: factor * inputs[a].abs(), b: -inputs[b].abs()}
             yield "every product negative", held(spec, inputs | negative)
         yield "every product positive", held(spec, inputs | {x: inputs[x].abs() for x in (a, b)})
-    scalable = [x for x in free if _scalable(spec, x)]
+    scalable = [x for x in free if may_scale(spec, x)]
     inputs = drawn()
     yield (
         "all inputs small together",
@@ -130,9 +130,10 @@ def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Te
     return (v * scales.exp2()).float().double()
 
 
-def _scalable(spec: Spec, x: str) -> bool:
-    domain = spec.inputs[x].domain
-    return domain is None or domain == (0.0, math.inf)
+def may_scale(spec: Spec, x: str) -> bool:
+    """Whether an input may be another times a positive number."""
+    tensor = spec.inputs[x]
+    return tensor.draw.kind != "integers" and tensor.domain in (None, (0.0, math.inf))
 
 
 def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
@@ -147,7 +148,7 @@ def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
             signs -= 2.0 * torch.empty_like(v).bernoulli_(0.5, generator=generator)
         return signs * exponents.exp2()
 
-    if not _scalable(spec, x):
+    if not may_scale(spec, x):
         assert domain is not None
         lo, hi = domain
 

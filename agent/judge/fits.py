@@ -74,7 +74,7 @@ def fitted(replay: Replay, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
         if (t := _fit(replay, shifted)) is not None:
             text = f"a term is left out: `{what} {'+-'[t < 0]} {abs(_rounded(t)):.7g}` is due{use}"
             yield Edit("missing_term", text, lambda v, f=shifted, t=t: f(v, t))
-        value = torch.as_tensor(replay.values[i], dtype=torch.float64)
+        value = replay.values[i].double()
         for op, share in (("minimum", 0.98), ("maximum", 0.02)):
             start = float(value.flatten()[:100_000].quantile(share)) if value.numel() > 1 else 0.0
 

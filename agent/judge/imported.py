@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import measure, same, within
-from coda_agent.agent.judge.oracle import Case, make_case
+from coda_agent.agent.judge.oracle import Case, Source
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.specs import Spec, as_declared
@@ -55,7 +55,7 @@ def imported(
 
 
 def check_imported(
-    kernel: Kernel, types: Sequence[str], *, device: str, seed: int | None = None
+    kernel: Kernel, types: Sequence[str], *, device: str, seed: int
 ) -> list[Finding]:
     """Find each variant's first fault in each type, on fresh draws.
 
@@ -63,7 +63,7 @@ def check_imported(
         kernel: What `imported` makes.
         device: "cuda" runs kernels at every check shape; "cpu" the interpreter at the smallest,
             since nothing here depends on more.
-        seed: What all draws follow from; a secret one by default.
+        seed: What all draws follow from.
     """
     spec = kernel.spec
     shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
@@ -71,7 +71,7 @@ def check_imported(
     for binding in spec.bindings():
         for element in types:
             for sizes in shapes if device == "cuda" else shapes[:1]:
-                case = make_case(spec, binding, sizes, element, device, seed=seed)
+                case = Source(spec, binding, sizes, element, device, seed).case()
                 if said := _fault(kernel, case, binding, element):
                     where = {"program": spec.variant(binding), "dtype": element}
                     where |= {"sizes": dict(sizes), "seed": seed}

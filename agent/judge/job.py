@@ -128,6 +128,7 @@ class Job(Record, Generic[ReportT]):
         programs: By variant name.
         tiles: Configurations to try.
         device: "cuda" runs kernels; "cpu" the interpreter.
+        tool: What of compute-sanitizer it runs under, in a child of its own; its report counts.
     """
 
     kind: Any  # each kind of job is a literal of its own
@@ -135,6 +136,7 @@ class Job(Record, Generic[ReportT]):
     spec: SpecData
     programs: dict[str, ProgramData]
     tiles: Tiles
+    tool: Tool | None = None
     answer: ClassVar[type[Outcome[Any]]] = Outcome
 
     def run(self, progress: Progress) -> Outcome[ReportT]:
@@ -146,12 +148,12 @@ class NumericsJob(Job[NumericsReport]):
     """The numerics gate: what may be dispatched.
 
     Attributes:
-        seed: What all draws follow from; a secret one by default.
+        seed: What all draws follow from.
         approximated: What outputs are off by in float64, as shares, by "program output".
     """
 
     kind: Literal["numerics"] = "numerics"
-    seed: int | None = None
+    seed: int
     approximated: dict[str, float] = Field(default={})
     answer = Outcome[NumericsReport]
 
@@ -166,14 +168,15 @@ class NumericsJob(Job[NumericsReport]):
 
 
 class PrepareJob(Job[PerformanceReport]):
-    """What the performance gate needs beside the candidate, by `tiles`' types."""
+    """What the performance gate needs beside the candidate, in some element types."""
 
     kind: Literal["prepare"] = "prepare"
+    types: tuple[str, ...]
 
     def run(self, progress: Progress) -> Outcome[PerformanceReport]:
         from coda_agent.agent.judge.baselines import prepare
 
-        prepare(self.spec, [element for _, element in self.tiles])
+        prepare(self.spec, self.types)
         return Outcome()
 
 
@@ -223,13 +226,13 @@ class CallJob(Job[NumericsReport]):
     Attributes:
         tuned: What tuned.json will hold.
         refused: Labels of the tiles that evidence will call wrong.
-        seed: What all draws follow from; a secret one by default.
+        seed: What all draws follow from.
     """
 
     kind: Literal["call"] = "call"
     tuned: dict[str, Tuned] = Field(default={})
     refused: tuple[str, ...] = ()
-    seed: int | None = None
+    seed: int
 
     def run(self, progress: Progress) -> Outcome[NumericsReport]:
         from coda_agent.agent.judge.imported import check_imported, imported
@@ -239,16 +242,6 @@ class CallJob(Job[NumericsReport]):
         kernel = imported(self.spec, self.programs, tuned, self.refused)
         found = check_imported(kernel, types, device=self.device, seed=self.seed)
         return Outcome(findings=tuple(found))
-
-
-class SanitizeJob(Job[NumericsReport]):
-    """A tool of compute-sanitizer on the programs' numerics, in the default tile.
-
-    Not for a device child: `agent/execution/sanitize.py` runs a child of its own under the tool.
-    """
-
-    kind: Literal["sanitize"] = "sanitize"
-    tool: Tool
 
 
 GateJob = NumericsJob | PrepareJob | PerformanceJob | TuneJob | SurveyJob | CallJob

@@ -106,15 +106,13 @@ def jump_fault(variant: Variant, inputs: Mapping[str, Any], alone: bool) -> Find
         for run in runs:
             wrong &= (run[o].double() - other).abs() <= _NEAR * size
         if bool(wrong.any()):
-            index = [int(i) for i in wrong.nonzero()[0]]
-            got, expected = (float(x[tuple(index)]) for x in (runs[0][o], due))
+            at = variant.first_wrong(o, wrong, runs[0][o], due)
             message = (
-                f"{o} takes the other side of a jump: in float32 it is {got:.9g} where "
-                f"{expected:.9g} is due, and PyTorch is sure of its side; a threshold is met, a "
-                "number rounded, or an exponent taken, otherwise"
+                f"{o} takes the other side of a jump: in float32 it is {at['got']:.9g} where "
+                f"{at['expected']:.9g} is due, and PyTorch is sure of its side; a threshold is "
+                "met, a number rounded, or an exponent taken, otherwise"
             )
-            where = {"got": got, "expected": expected, "index": index, "output": o}
-            return Finding(message=message, where={**where, "program": program.name})
+            return Finding(message=message, where=at)
     return None
 
 

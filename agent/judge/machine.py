@@ -1,8 +1,9 @@
-"""The GPU as nvidia-smi reports it, and whether anybody else uses it."""
+"""The machine that a verdict is given on: its GPU, and whether anybody else uses it."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -10,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coda_agent.agent.judge.records import GpuState
+from coda_agent.agent.judge.provenance import PACKAGES, version
+from coda_agent.agent.judge.records import GpuState, JsonObject
+from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import MachineError, no_hopper
 
 DEVICE_CHILD = "coda_agent.agent.execution.device_worker"
@@ -74,11 +77,24 @@ def gpu_state(uuid: str | None = None) -> GpuState:
         return {"error": f"nvidia-smi: no answer about GPU {device}"}
     state: GpuState = dict(zip(_FIELDS, rows[0], strict=False))
     processes = [row[0] for row in smi("compute-apps=pid", "-i", device)]
-    torch = sys.modules.get("torch")
-    has_context = bool(torch and torch.cuda.is_initialized())
+    has_context = "torch" in sys.modules and torch.cuda.is_initialized()
     state["compute_processes"] = len(processes)
     state["other_processes"] = others(processes, related, has_context=has_context)
     return state
+
+
+def environment(device: str, gpu: Gpu | None = None) -> JsonObject:
+    """Describe the machine and versions, as evidence does; on "cuda" a GPU, too."""
+    facts: JsonObject = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device,
+        "packages": {p: version(p) for p in PACKAGES},
+    }
+    if device == "cuda":
+        facts["gpu"] = gpu_state(gpu and gpu.uuid)
+        facts["cuda"] = torch.version.cuda
+    return facts
 
 
 def related(pid: str) -> bool:

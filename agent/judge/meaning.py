@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -71,17 +70,16 @@ _NO_MISTAKES = ("extra_term", "wrong_operation")
 
 
 def check_meaning(
-    spec: Spec, programs: Mapping[str, Program], *, seed: int | None = None,
+    spec: Spec, programs: Mapping[str, Program], *, seed: int,
     approximated: dict[str, float] | None = None,
 ) -> list[Finding]:  # fmt: skip
     """Find each program that means something else than the reference.
 
     Args:
         programs: By variant name.
-        seed: What all draws follow from; a secret one by default.
+        seed: What all draws follow from.
         approximated: Gets the most that approximations are off by, by "program output".
     """
-    seed = secrets.randbits(62) if seed is None else seed
     with one_thread():
         found = [
             meaning_fault(spec, programs[spec.variant(binding)], binding, seed, approximated)
@@ -201,16 +199,13 @@ class _Sample:
         for o, out, expected in self.apart():
             wrong = differing(self.variant, self.inputs, o, out, expected)
             if bool(wrong.any()):
-                index = [int(i) for i in wrong.nonzero()[0]]
-                got, due = (float(x[tuple(index)]) for x in (out, expected))
-                where = {"got": got, "expected": due, "index": index, "output": o}
-                where |= {"seed": self.seed, "program": self.variant.program.name}
+                at = self.variant.first_wrong(o, wrong, out, expected)
                 message = (
-                    f"{o} is another function where inputs are {self.label}: it is {got:g} "
-                    f"where {due:g} is due; a half is rounded, a threshold met, or one of equal "
-                    "values taken, otherwise"
+                    f"{o} is another function where inputs are {self.label}: it is {at['got']:g} "
+                    f"where {at['expected']:g} is due; a half is rounded, a threshold met, or one "
+                    "of equal values taken, otherwise"
                 )
-                return Finding(message=message, where=where)
+                return Finding(message=message, where={**at, "seed": self.seed})
         return None
 
     def fault(self) -> Finding | None:

@@ -12,8 +12,8 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 def check_numerics(
     variants: Sequence[Variant], tiles: Tiles, *, device: Literal["cuda", "cpu"],
-    progress: Progress, run: Runner | None = None, seed: int | None = None,
+    progress: Progress, seed: int, run: Runner | None = None,
     approximated: Mapping[str, float] | None = None,
 ) -> Outcome[NumericsReport]:  # fmt: skip
     """Check every program in every dtype, tile and case.
@@ -59,8 +59,8 @@ def check_numerics(
         tiles: Configurations to check.
         device: "cuda" runs kernels, "cpu" the interpreter.
         progress: Called as (done, total, note).
+        seed: What all draws follow from.
         run: What produces outputs; `run_kernel` or `run_interpreter` by default.
-        seed: What all draws follow from; a secret one by default.
         approximated: What outputs are off by in float64, as shares, by "program output".
 
     Returns:
@@ -68,7 +68,6 @@ def check_numerics(
     """
     spec = variants[0].spec
     run = run or (run_kernel if device == "cuda" else run_interpreter)
-    seed = secrets.randbits(62) if seed is None else seed
     findings: list[Finding] = []
     worst: dict[str, WorstError] = {}
     refused: list[RefusedTile] = []
@@ -81,7 +80,7 @@ def check_numerics(
             key, configs = (program, element), tiles[program, element]
             name, kept = " ".join(key), list[TileConfig]()
             drawn = make_cases(spec, variant.binding, element, device, seed)
-            cases = _Kept(_eased(case, shares) if any(shares.values()) else case for case in drawn)
+            cases = (_eased(case, shares) if any(shares.values()) else case for case in drawn)
             worst[name] = WorstError(seed=seed)
             # One of each code: what does not depend on the tile may depend on that.
             full = {
@@ -91,7 +90,8 @@ def check_numerics(
             for config in configs:
                 progress(done := done + 1, total, f"{name} {config.label}")
                 check = TileCheck(variant, element, config, run, seed)
-                fault = check.fault(cases, full=config in full)
+                made, cases = itertools.tee(cases)  # as they are asked for: a fault saves others
+                fault = check.fault(made, full=config in full)
                 if fault is None:
                     kept.append(config)
                     worst[name] = check.worst(worst[name])
@@ -118,19 +118,6 @@ def _eased(case: Case, shares: Mapping[str, float]) -> Case:
         if o in allowed:
             allowed[o] = allowed[o] + share * truth.abs()
     return replace(case, bounds=bounds, allowed=allowed)
-
-
-class _Kept:
-    """Cases made as they are asked for: a first fault saves others."""
-
-    def __init__(self, source: Iterator[Case]) -> None:
-        self.source, self.made = source, list[Case]()
-
-    def __iter__(self) -> Iterator[Case]:
-        yield from self.made
-        for case in self.source:
-            self.made.append(case)
-            yield case
 
 
 Place = tuple[object, ...]

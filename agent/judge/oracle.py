@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -185,19 +184,6 @@ class Source:
             generator = torch.Generator(device).manual_seed(self.seed + 1)
             inputs |= structure.change(inputs, spec, generator, factor)
         return inputs
-
-
-def make_case(
-    spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], element: str, device: str,
-    *, seed: int | None = None,
-) -> Case:  # fmt: skip
-    """Make a case of the spec's own draw, without elements' bounds.
-
-    Raises:
-        SpecError: the baseline computes something else.
-    """
-    seed = secrets.randbits(62) if seed is None else seed
-    return Source(spec, binding, sizes, element, device, seed).case()
 
 
 def _ways(

@@ -111,12 +111,14 @@ def check_performance(
 def _stored(problem: Problem, admitted: Tiles, known: Tuned) -> TileConfig | None:
     """Find the best known configuration at a problem's shape, if right."""
     lines = (x for x in known.get(problem.gemm_type, ()) if (x.m, x.n, x.k) == problem.mnk)
-    if (line := next(lines, None)) is None:
-        return None
+    line = next(lines, None)
+    return line.config if line and _is_right(problem, line.config, admitted) else None
+
+
+def _is_right(problem: Problem, config: TileConfig, admitted: Tiles) -> bool:
     # Other rasterisation orders of an admitted configuration are the same code.
-    admitted_too = admitted.get((problem.program.name, problem.element), ())
-    is_known = replace(line.config, swizzle=8) in admitted_too
-    return line.config if is_known and problem.is_right(line.config) else None
+    known = admitted.get((problem.program.name, problem.element), ())
+    return replace(config, swizzle=8) in known and problem.is_right(config)
 
 
 def _variant(
@@ -129,9 +131,7 @@ def _variant(
     """Measure another program in the first of `configs` that suits it."""
     name = problem.spec.variant(binding)
     other = Problem(problem.spec, programs[name], binding, problem.sizes, problem.element)
-    known = admitted.get((name, problem.element), ())
-    # Other rasterisation orders of an admitted configuration are the same code.
-    right = (c for c in configs if replace(c, swizzle=8) in known and other.is_right(c))
+    right = (c for c in configs if _is_right(other, c, admitted))
     measured = _measured(other, [*islice(right, 1)], stream=False)
     return measured.model_copy(update={"program": name})
 

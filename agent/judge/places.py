@@ -11,7 +11,6 @@ the diagonal, as a window of attention is, places are moved along that.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import operator
 import re
@@ -19,9 +18,10 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from coda_agent.agent.judge.replaying import followed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.deferred import torch
-from coda_agent.primitives.graph import Graph, Node, Shape
+from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, draw_inputs, run_reference
@@ -179,17 +179,8 @@ def _whole(node: ast.AST) -> int:
 
 def moved(program: Program, row: int, column: int) -> Program:
     """Move a program's places, as if its output began there."""
-    offsets = {"row_index": row, "column_index": column}
-    nodes: list[Node] = []
-    place: list[int] = []
-    for node in program.graph.nodes:
-        nodes.append(dataclasses.replace(node, args=tuple(place[a] for a in node.args)))
-        if offset := offsets.get(node.op):
-            nodes.append(Node("const", (), Shape.SCALAR, value=float(offset)))
-            nodes.append(Node("add", (len(nodes) - 2, len(nodes) - 1), node.shape))
-        place.append(len(nodes) - 1)
-    outputs = {o: place[i] for o, i in program.graph.outputs.items()}
-    return dataclasses.replace(program, graph=Graph(nodes, outputs))
+    offsets, nodes = {"row_index": row, "column_index": column}, enumerate(program.graph.nodes)
+    return followed(program, {i: ("add", x) for i, n in nodes if (x := offsets.get(n.op))})
 
 
 def uniform(spec: Spec, binding: Mapping[str, str], *, diagonally: bool = False) -> bool:

@@ -13,12 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.draws import may_scale
 from coda_agent.agent.judge.records import Finding, Inputs
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.deferred import torch
-from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     Outputs = Mapping[str, torch.Tensor]
@@ -68,19 +68,15 @@ def range_fault(
     stays = _stays(variant, inputs)
     for o, due in truth.items():
         sound = _near(hold(held[o], *_REFERENCE), due, _RIGHT)
-        sound &= stays[o]
-        places = (suspects[o] & sound).nonzero()
-        if not len(places):
+        wrong = suspects[o] & sound & stays[o]
+        if not bool(wrong.any()):
             continue
-        at = tuple(int(i) for i in places[0])
-        got, expected = (float(x[at]) for x in (values[o], due))
+        at = variant.first_wrong(o, wrong, values[o], due)
         message = (
-            f"{o} leaves float32's range: it is {got:g} where {expected:.9g} is due and the "
-            f"reference stays in range{_culprit(variant, inputs)}"
+            f"{o} leaves float32's range: it is {at['got']:g} where {at['expected']:.9g} is due "
+            f"and the reference stays in range{_culprit(variant, inputs)}"
         )
-        where = {"fault": "overflow", "got": got, "expected": expected, "index": list(at)}
-        where |= {"output": o, "program": variant.program.name}
-        return Finding(message=message, where=where)
+        return Finding(message=message, where={"fault": "overflow", **at})
     return None
 
 
@@ -91,18 +87,13 @@ def _stays(variant: Variant, inputs: Inputs) -> dict[str, torch.Tensor]:
     """
     stays: dict[str, torch.Tensor] = {}
     for factor in (1.0, 4.0, 0.25):
-        near = {x: v * factor if _scales(variant.spec, x) else v for x, v in inputs.items()}
+        near = {x: v * factor if may_scale(variant.spec, x) else v for x, v in inputs.items()}
         exact = variant.reference(near)
         single = variant.reference(near, wide=torch.float32)
         for o, due in exact.items():
             right = _near(single[o].double(), due, _SINGLE)
             stays[o] = stays[o] & right if o in stays else right
     return stays
-
-
-def _scales(spec: Spec, x: str) -> bool:
-    tensor = spec.inputs[x]
-    return tensor.draw.kind != "integers" and tensor.domain in (None, (0.0, math.inf))
 
 
 def _near(value: torch.Tensor, due: torch.Tensor, share: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs
@@ -15,8 +16,9 @@ from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.graph import Graph
+from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.operation import GROUPS, PLACED
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowVector
@@ -72,13 +74,13 @@ class Replay:
             rows = counts.topk(_ROWS).indices.sort().values
             # A vector over columns is as long as there are rows where M is N.
             over = (x for x, kind in program.operands.items() if not issubclass(kind, RowVector))
-            lifted |= {x: _some(lifted[x], rows, len(acc)) for x in over}
+            by_row = [x for x in over if lifted[x].ndim and len(lifted[x]) == len(acc)]
+            lifted |= {x: lifted[x][rows] for x in by_row}
             acc = acc[rows]
             self.truth = truth[rows]
             self.added = None if self.added is None else self.added[rows]
         self.acc, self.single, self.read = acc, single, Reading(program.graph)
         self.runs = 0
-        lifted = {x: torch.as_tensor(v) for x, v in lifted.items()}
         self.values = _tensors(self.graph.replay(acc, lifted, self._applied))
         self.out = self.run({})
         self.difference = _apart(self.out, self.truth)
@@ -173,12 +175,11 @@ def found_lost(replay: Replay, unit: float) -> Mistake | None:
         return None
     if bool((~replay.out.isfinite() & wrong).any()):
         for i, value in enumerate(replay.values):
-            lost = ~torch.as_tensor(value).isfinite()
+            lost = ~value.isfinite()
             if not bool(lost.any()) or nodes[i].op in ("acc", "operand"):
                 continue
-            values = (torch.as_tensor(replay.values[a]) for a in nodes[i].args)
-            if all(bool(v.isfinite().all()) for v in values):
-                what = float(torch.as_tensor(value)[lost].flatten()[0])
+            if all(bool(replay.values[a].isfinite().all()) for a in nodes[i].args):
+                what = float(value[lost].flatten()[0])
                 text = f"`{expression(replay.graph, i)}` is {what:g} for some inputs"
                 return Mistake("overflow", text)
         return None
@@ -210,10 +211,6 @@ def _apart(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return torch.where(truth.isfinite(), share, 0.0)
 
 
-def _some(value: Any, rows: torch.Tensor, count: int) -> Any:
-    return value[rows] if getattr(value, "ndim", 0) and len(value) == count else value
-
-
 def _exact(value: Any) -> Any:
     floating = getattr(value, "is_floating_point", lambda: False)()
     return value.double() if floating else value
@@ -221,6 +218,20 @@ def _exact(value: Any) -> Any:
 
 def _tensors(values: Iterable[Any]) -> list[Any]:
     return [torch.as_tensor(v, dtype=torch.float64) if isinstance(v, float) else v for v in values]
+
+
+def followed(program: Program, by: Mapping[int, tuple[str, float]]) -> Program:
+    """Apply an operation with a number to some nodes' values, by node."""
+    nodes, places = list[Node](), list[int]()
+    for i, node in enumerate(program.graph.nodes):
+        nodes.append(replace(node, args=tuple(places[a] for a in node.args)))
+        if i in by:
+            op, number = by[i]
+            nodes.append(Node("const", (), Shape.SCALAR, value=float(number)))
+            nodes.append(Node(op, (len(nodes) - 2, len(nodes) - 1), node.shape))
+        places.append(len(nodes) - 1)
+    outputs = {o: places[i] for o, i in program.graph.outputs.items()}
+    return replace(program, graph=Graph(nodes, outputs))
 
 
 class Reading:

@@ -162,14 +162,12 @@ def _finding(
     replay.out, replay.wrong = out, wrong
     replay.difference = ((out - right) / right).abs()
     lost = found_lost(replay, _UNIT)
-    at = tuple(int(i) for i in wrong.nonzero()[0])
-    got, expected = (float(x[at]) for x in (out, right))
+    at = variant.first_wrong(o, wrong, out, right)
     what, fault = "loses its digits in float32", "cancellation"
-    if not math.isfinite(got):
+    if not math.isfinite(at["got"]):
         what, fault = "leaves float32's range", "overflow"
     message = (
-        f"{o} {what}: it is {got:g} where {expected:.9g} is due, which the reference gives"
+        f"{o} {what}: it is {at['got']:g} where {at['expected']:.9g} is due, which the reference "
+        "gives"
     ) + (f"; {lost.text}" if lost else "")
-    where = {"fault": lost.fault if lost else fault, "got": got, "expected": expected}
-    where |= {"index": list(at), "output": o, "program": variant.program.name}
-    return Finding(message=message, where=where)
+    return Finding(message=message, where={"fault": lost.fault if lost else fault, **at})

@@ -105,8 +105,8 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
         return found
     # What does not depend on the element type.
     found += [
-        Structure("one-hot rows of A", _one_hot, base),
-        Structure("B a permutation", _permutation, base),
+        Structure("one-hot rows of A", partial(_selecting, which=0), base),
+        Structure("B a permutation", partial(_selecting, which=1), base),
         Structure("equal rows of A", _equal_rows, base),
         Structure("alternating signs", _alternating, base),
         Structure("rows of zeros", _zero_rows, base),
@@ -244,19 +244,15 @@ def _masked(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: floa
     return changed
 
 
-def _one_hot(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    return {name: _selecting(inputs[name], generator) for name in spec.gemm[:1]}
-
-
-def _permutation(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    return {name: _selecting(inputs[name], generator) for name in spec.gemm[1:]}
-
-
-def _selecting(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Make rows with a single 1, columns in equal shares."""
+def _selecting(
+    inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float, which: int
+) -> Inputs:
+    """Make rows of A or B with a single 1, columns in equal shares."""
+    x = inputs[name := spec.gemm[which]]
     rows, k = x.shape
     columns = torch.cat([_pick(k, generator, k) for _ in range(-(-rows // k))])[:rows]
-    return _with(torch.zeros_like(x), torch.arange(rows, device=x.device), columns, 1.0)
+    zeros = torch.zeros_like(x)
+    return {name: _with(zeros, torch.arange(rows, device=x.device), columns, 1.0)}
 
 
 def _equal_rows(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.machine import require_idle
-from coda_agent.agent.judge.oracle import make_case
+from coda_agent.agent.judge.oracle import Source
 from coda_agent.agent.judge.records import Inputs, Progress, Tiles, Tuned
 from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.samples import Samples
@@ -126,7 +126,7 @@ class Problem:
         types = dict.fromkeys(spec.types, element)
         self.gemm_type = spec.dtype_of(spec.gemm[0], types)
         self.dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
-        self.case = make_case(spec, binding, sizes, element, "cuda")
+        self.case = Source(spec, binding, sizes, element, "cuda", secrets.randbits(62)).case()
         other = draw_inputs(
             spec, sizes, types, seed=secrets.randbits(62), device="cuda", binding=binding
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from coda_agent.agent.judge.records import Inputs
+from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, run_reference
@@ -35,3 +35,12 @@ class Variant:
         return run_reference(
             self.spec, inputs, binding=self.binding, exact=True, wide=wide, touch=touch
         )
+
+    def first_wrong(
+        self, o: str, wrong: torch.Tensor, out: torch.Tensor, due: torch.Tensor
+    ) -> JsonObject:
+        """Describe an output's first wrong element, for a finding."""
+        index = [int(i) for i in wrong.nonzero()[0]]
+        got, expected = (float(x[tuple(index)]) for x in (out, due))
+        about = {"got": got, "expected": expected, "index": index}
+        return about | {"output": o, "program": self.program.name}

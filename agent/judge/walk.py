@@ -9,7 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
 
 from coda_agent.agent.judge import compile_gate
 from coda_agent.agent.judge.executor import Executor, usable
@@ -21,7 +22,6 @@ from coda_agent.agent.judge.job import (
     NumericsJob,
     PerformanceJob,
     PrepareJob,
-    SanitizeJob,
     SurveyJob,
     TuneJob,
 )
@@ -38,6 +38,7 @@ from coda_agent.agent.judge.records import (
     Outcome,
     Progress,
     Survey,
+    Tiles,
     Tool,
     Tuned,
 )
@@ -118,7 +119,9 @@ class Walk:
         gates = self.terms.gates
         if "compile" in gates:
             gpu = self.gpu is not None and bool(set(gates) - {"static", "compile"})
-            ahead = self._ahead() if gpu and "performance" in gates else None
+            ahead = None
+            if gpu and "performance" in gates:  # done while the candidate is compiled
+                ahead = PrepareJob(spec=self.spec, programs={}, tiles={}, types=tuple(self.types))
             self.executor.start(gpu=gpu, ahead=ahead)
         steps = {
             "static": self._static,
@@ -142,14 +145,6 @@ class Walk:
                 # Left behind, it would compute beside the next walk; and two threads that parse at
                 # once make CPython 3.11 raise SystemError.
                 wait([self._begun])
-
-    def _ahead(self) -> PrepareJob:
-        """Say what the GPU can do while the candidate is compiled."""
-        return PrepareJob(
-            spec=self.spec,
-            programs={},
-            tiles={(self.variants[0], element): () for element in self.types},
-        )
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
@@ -209,17 +204,18 @@ class Walk:
             self.spec, self.programs, seed=self.seed, approximated=self._approximated
         )
         if not findings and self.gpu is None:
-            outcome = self._interpreted()
+            keys = product(self.variants, self.types)
+            outcome = self._rounded(dict.fromkeys(keys, _INTERPRETED), "cpu", lambda *_: None)
         return findings, outcome, time.monotonic() - start
 
-    def _interpreted(self) -> Outcome[NumericsReport]:
-        keys = [(name, element) for name in self.variants for element in self.types]
-        tiles = dict.fromkeys(keys, _INTERPRETED)
+    def _rounded(
+        self, tiles: Tiles, device: Literal["cuda", "cpu"], progress: Progress
+    ) -> Outcome[NumericsReport]:
         job = NumericsJob(
-            spec=self.spec, programs=self.programs, tiles=tiles, device="cpu", seed=self.seed,
+            spec=self.spec, programs=self.programs, tiles=tiles, device=device, seed=self.seed,
             approximated=self._approximated,
         )  # fmt: skip
-        return self.executor.grade(job, lambda *_: None)
+        return self.executor.grade(job, progress)
 
     def _numerics(self, result: GateResult) -> None:
         start = time.monotonic()
@@ -231,11 +227,7 @@ class Walk:
         if result.findings:
             return
         if outcome is None:
-            job = NumericsJob(
-                spec=self.spec, programs=self.programs, tiles=self._admitted, seed=self.seed,
-                approximated=self._approximated,
-            )  # fmt: skip
-            outcome = self.executor.grade(job, self._progress(result.name))
+            outcome = self._rounded(self._admitted, "cuda", self._progress(result.name))
         result.findings, result.data = [*outcome.findings], outcome.report
         self._admitted = dict(outcome.admitted)
         self._call(result)
@@ -285,7 +277,9 @@ class Walk:
             result.skipped = NO_GPU
             return
         tiles = {(name, self.types[0]): (_DEFAULT,) for name in self.variants}
-        job = SanitizeJob(spec=self.spec, programs=self.programs, tiles=tiles, tool=tool)
+        job = NumericsJob(
+            spec=self.spec, programs=self.programs, tiles=tiles, tool=tool, seed=self.seed
+        )
         self._graded(job, result)
 
 

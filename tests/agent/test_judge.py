@@ -217,7 +217,7 @@ def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> No
     programs = read_programs(candidate(*SLIPS[slip]))
     tiles = {("gemm_rmsnorm_swiglu", "bfloat16"): (TileConfig(128, 128),)}
     variants = Variant.of_all(spec, programs)
-    report = check_numerics(variants, tiles, device="cpu", progress=lambda *_: None)
+    report = check_numerics(variants, tiles, device="cpu", progress=lambda *_: None, seed=1)
     assert report.findings, slip
     assert {"output", "row", "column", "got", "expected"} <= report.findings[0].where.keys()
 

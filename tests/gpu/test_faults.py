@@ -11,7 +11,7 @@ import pytest
 
 from coda_agent.agent.execution import faulted_tiles, hopper, sanitize
 from coda_agent.agent.execution.device import Device
-from coda_agent.agent.judge.job import NumericsJob, SanitizeJob
+from coda_agent.agent.judge.job import NumericsJob
 from coda_agent.agent.judge.records import NumericsReport
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import MachineError
@@ -66,7 +66,7 @@ def grade(
     def say(done: int, total: int, note: str) -> None:
         told.append((time.monotonic(), note))
 
-    job = NumericsJob(spec=spec, programs=programs, tiles={KEY: tuple(TILES)})
+    job = NumericsJob(spec=spec, programs=programs, tiles={KEY: tuple(TILES)}, seed=1)
     outcome = gpu.grade(job, say)
     assert outcome.report and not outcome.findings
     lost = [i for i, (_, note) in enumerate(told) if "looking after" in note]
@@ -123,7 +123,9 @@ def test_memcheck_finds_a_stray_write_and_nothing_in_a_right_kernel(
         pytest.skip(str(error))
     script.write_text(json.dumps({TILES[0].label: fault} if fault else {}))
     spec, programs = loaded()
-    job = SanitizeJob(spec=spec, programs=programs, tiles={KEY: (TILES[0],)}, tool="memcheck")
+    job = NumericsJob(
+        spec=spec, programs=programs, tiles={KEY: (TILES[0],)}, tool="memcheck", seed=1
+    )
     findings = sanitize.sanitize(hopper(), job, lambda *_: None, "faulty_worker").findings
     if fault is None:
         assert findings == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from coda_agent.agent.judge import numerics
 from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.numerics import check_numerics
-from coda_agent.agent.judge.oracle import Case, Source, make_case, make_cases
+from coda_agent.agent.judge.oracle import Case, Source, make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.agent.judge.structures import structures
@@ -61,9 +62,7 @@ def programs_of(name: str) -> dict[str, Program]:
     return read_programs((GENERATED / name / "kernel.py").read_text())
 
 
-def check(
-    name: str, run: Any = None, seed: int | None = 5, **options: Any
-) -> Outcome[NumericsReport]:
+def check(name: str, run: Any = None, seed: int = 5, **options: Any) -> Outcome[NumericsReport]:
     """The gate on an accepted kernel's default type in one tile, outputs from `run`."""
     spec, programs = spec_of(name), programs_of(name)
     element = next(iter(spec.types.values()), ("bfloat16",))[0]
@@ -93,7 +92,7 @@ def spoilt(spoil: Callable[[Results, Mapping[str, Any]], None]) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.one_in(6)
 def test_accepted_kernels_pass(name: str) -> None:
-    report = check(name, seed=None)
+    report = check(name, seed=secrets.randbits(62))
     assert not report.findings
     assert report.report is not None
     for worst in report.report.worst.values():
@@ -216,7 +215,7 @@ def test_one_tensor_for_two_inputs_is_seen() -> None:
 def test_a_write_outside_an_output_is_refused(request: pytest.FixtureRequest) -> None:
     spec, name = spec_of("gemm_rmsnorm"), "gemm_rmsnorm"
     program = programs_of(name)[name]
-    case = make_case(spec, {}, {"M": 77, "N": 272, "K": 64}, "bfloat16", "cpu", seed=1)
+    case = Source(spec, {}, {"M": 77, "N": 272, "K": 64}, "bfloat16", "cpu", 1).case()
     dtypes = {"O": torch.bfloat16}
     offsets = [0]
 
@@ -361,8 +360,9 @@ def test_a_reformulated_program_passes() -> None:
     tiles = {(RESIDUAL, "float16"): (CONFIG,)}
     programs = {RESIDUAL: gemm_residual_partial_rmsnorm}
     report = check_numerics(
-        Variant.of_all(spec_of(RESIDUAL), programs), tiles, device="cpu", progress=lambda *_: None
-    )
+        Variant.of_all(spec_of(RESIDUAL), programs), tiles, device="cpu",
+        progress=lambda *_: None, seed=secrets.randbits(62),
+    )  # fmt: skip
     assert not report.findings
 
 
