@@ -36,7 +36,7 @@ def accept(
         raise ValueError(f"the judge refused {spec.name}: there is nothing to accept")
     new = Evidence.of(verdict, kernel=spec.name, author=author, run=run_id)
     sources = {"kernel.py": text, "spec.md": spec.text}
-    return _record(workspace, new, verdict, sources, "Accept", spec.summary)
+    return _record(workspace, new, verdict, sources, "Store", spec.summary)
 
 
 def raise_or_revoke(

@@ -15,12 +15,12 @@ def documentation(spec: Spec, columns: Collection[str]) -> str:
     given = [_tensor(spec, name, x, name in columns) for name, x in declared.inputs.items()]
     made = [_tensor(spec, name, x, False) for name, x in declared.outputs.items()]
     said = [spec.summary, *_mathematics(spec)]
-    packed = spec.layout and Declared(spec.name, spec.layout, ()).hint
+    packed = Declared(spec.name, spec.layout, ()) if spec.layout else None
     parts = {
         "Args": given,
         "Parameters": [*_parameters(spec)],
         "Returns": made,
-        "Packed": packed.split("; ") if packed else [],
+        "Packed": [*_packed(packed)] if packed else [],
         "Sizes": [*_sizes(spec)],
         "Gradients": ["by autograd, once; none of FP8 tensors, maxima and what is overwritten"],
         "Also": [*_more(spec)],
@@ -29,6 +29,13 @@ def documentation(spec: Spec, columns: Collection[str]) -> str:
     for title, lines in parts.items():
         said += ["", f"{title}:", *(f"    {line}" for line in lines)] * bool(lines)
     return "\n".join(said)
+
+
+def _packed(declared: Declared) -> Iterator[str]:
+    if declared.hint:
+        yield from declared.hint.split("; ")
+    for name in declared.packing:
+        yield f"{declared.name}.unpack({name!r}, {name}.grad): gradients by the names above"
 
 
 def _more(spec: Spec) -> Iterator[str]:

@@ -117,7 +117,7 @@ def test_users_work_is_untouched(where: Workspace) -> None:
     assert committed(where.root) == PATHS
     assert git(where.root, "symbolic-ref", "HEAD").startswith("refs/heads/")
     message = git(where.root, "show", "-s", "--format=%B").strip().splitlines()
-    assert message[0] == "Accept gemm_x (proved): D = A B"
+    assert message[0] == "Store gemm_x (proved): D = A B"
     trailers = git(where.root, "show", "-s", "--format=%(trailers)").split("\n")
     assert trailers[:4] == [
         f"Spec-Digest: {sha('s')}",
@@ -643,7 +643,7 @@ def test_killed_anywhere(where: Workspace, tmp_path: Path, again: bool) -> None:
         assert (file.read_text() if file.exists() else "") == program or "kernel.py" in shown
         second = run_accept(Workspace(root, root), "x = 2\n", candidate="2")
         assert (second is None) == (program == "x = 2\n")
-        assert git(root, "log", "--format=%s").count("Accept") == 1 + again
+        assert git(root, "log", "--format=%s").count("Store") == 1 + again
         assert sorted(os.listdir(root / "generated" / "gemm_x")) == sorted(FILES)
         assert not git(root, "status", "--porcelain", "-uall", "--", "generated")
         assert git(root, "diff", "--cached", "--binary") == staged

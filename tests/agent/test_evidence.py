@@ -183,7 +183,7 @@ def test_tuned_tiles_come_with_the_timings_they_are_of(
     assert stored(9.0, 192) == (10.0, 128)  # the verdict stands
     raised("numerics")
     assert stored(7.0, 192) == (7.0, 192)
-    assert where.git("log", "-1", "--format=%s") == "Accept k (accepted): O_{m, n} = {}"
+    assert where.git("log", "-1", "--format=%s") == "Store k (accepted): O_{m, n} = {}"
 
 
 def test_json_is_valid_where_an_error_is_infinite() -> None:

@@ -313,6 +313,7 @@ def called(kernel: Kernel, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         own = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**own)
         assert f"    {name} = probe.pack(" in (kernel.__doc__ or "")
+        assert f"    probe.unpack({name!r}, {name}.grad): gradients" in (kernel.__doc__ or "")
         assert name in (kernel.__doc__ or "").rpartition("probe.packed(")[2]
         extents = None if place.shares else [x.shape[-place.axis] for x in own.values()]
         back = kernel.unpack(name, given[name], extents)

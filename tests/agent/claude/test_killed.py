@@ -56,6 +56,6 @@ def test_two_hundred_kills_end_in_the_same_commit(serve: Serve, folder: Path) ->
     assert len(runs) >= 6
     assert all(run == runs[0] for run in runs), [run for run in runs if run != runs[0]]
     (commit,) = runs[0]["commits"]
-    assert commit.startswith("Accept gemm_swiglu (proved)")
+    assert commit.startswith("Store gemm_swiglu (proved)")
     assert runs[0]["contiguous"] and runs[0]["outcome"] == "passed" and runs[0]["status"] == ""
     assert runs[0]["folders"] == [".gitkeep", "gemm_swiglu"]

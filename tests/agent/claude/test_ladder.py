@@ -206,7 +206,7 @@ def test_with_a_gpu_it_goes_on_for_speed_and_keeps_the_faster(
     (_, refused, _) = [event for event in log_of(where)
                        if isinstance(event, ToolFinished) and event.name == "submit"]  # fmt: skip
     assert "not taken: attempt 1 is no slower" in refused.text
-    assert where.git("log", "--format=%s").count("Accept gemm_maxout (accepted)") == 2
+    assert where.git("log", "--format=%s").count("Store gemm_maxout (accepted)") == 2
     kernel = where.kernel("gemm_maxout")
     assert kernel.text.endswith("# 105\n") and kernel.evidence.author == f"claude:{opus}"
 
@@ -250,7 +250,7 @@ def test_a_climb_for_speed_is_resumed(
     assert pipeline.resume(where, run_of(where), who, lambda *_: None).passed
     assert [body["model"] for body in server.requests()] == [SONNET]
     assert where.kernel("gemm_maxout").text.endswith("# 105\n")
-    assert where.git("log", "--format=%s").count("Accept gemm_maxout (accepted)") == 2
+    assert where.git("log", "--format=%s").count("Store gemm_maxout (accepted)") == 2
 
 
 def test_each_rung_has_its_share(where: Workspace, served: Serve) -> None:
