@@ -19,6 +19,11 @@ def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -
     return [tuple(columns), *(tuple(show(item) for show in columns.values()) for item in items)]
 
 
+def filled(rows: Rows) -> Rows:
+    """Leave out the columns that have dashes alone."""
+    return [*zip(*(c for c in zip(*rows, strict=True) if {*c[1:]} != {"–"}), strict=True)]
+
+
 def columns(rows: Rows, width: int | None = None) -> str:
     """Align rows to the left, two spaces apart.
 

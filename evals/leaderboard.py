@@ -10,7 +10,7 @@ from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.authors.replay import AUTHOR as REPLAY
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.state import RunState
-from coda_agent.agent.tables import Rows, cell_text, markdown
+from coda_agent.agent.tables import Rows, cell_text, filled, markdown
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import metrics, suites
 from coda_agent.evals.cells import FOLDER, period, read
@@ -191,7 +191,7 @@ def write(root: Path, found: Boards) -> Path:
     }
     about = "\n".join(f"- *{name}*: {authors.meaning(name)}" for name in sorted(names))
     missing = sorted({*suites.paths(root / "evals" / "suites")} - {suite for suite, _ in found})
-    parts = [_HEAD, markdown(table(found)), "", about]
+    parts = [_HEAD, markdown(filled(table(found))), "", about]
     parts += ["", f"Suites of which no trial counts: {', '.join(missing)}."] if missing else []
     path = root / PAGE
     write_whole(path, "\n".join(parts) + "\n")
@@ -203,4 +203,4 @@ def write_html(path: Path, found: Boards) -> Path:
     sections: Iterable[pages.Section] = (
         (f"{suite}, {device}", matrix(board)) for (suite, device), board in found.items()
     )
-    return pages.write(path, "Leaderboard", [("Authors", table(found)), *sections])
+    return pages.write(path, "Leaderboard", [("Authors", filled(table(found))), *sections])

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from coda_agent.agent.tables import Rows, cell_text, markdown, ratio_text, tabulate
+from coda_agent.agent.tables import Rows, cell_text, filled, markdown, ratio_text, tabulate
 from coda_agent.evals.benchmarks import SUITES, load
 from coda_agent.evals.cases import BASE, OURS, Suite
 from coda_agent.evals.cells import FOLDER, Cell, card, period, read
@@ -227,8 +227,7 @@ def detail(cells: Sequence[Cell]) -> Rows:
         "ours ran": lambda key: ours(key, "note") or "–",
         "commit": lambda key: next(iter(rows[key].values())).commit,
     })  # fmt: skip
-    kept = [c for c in zip(*table, strict=True) if {*c[1:]} != {"–"}]
-    return [*zip(*kept, strict=True)]
+    return filled(table)
 
 
 def slowest(cells: Sequence[Cell]) -> tuple[Rows, str]:

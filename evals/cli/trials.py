@@ -23,7 +23,7 @@ from coda_agent.agent.device import Device
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.tables import by_head
+from coda_agent.agent.tables import by_head, filled
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import WITHHELD
 from coda_agent.agent.workspace import Workspace, find
@@ -123,7 +123,7 @@ def _tables(found: boards.Boards) -> tuple[JsonObject, str]:
     rows = boards.table(found)
     known, said = by_head(rows), {"authors": "no", "recorded": "yes"}
     document = {key: [x for x in known if x["recorded"] == word] for key, word in said.items()}
-    return document, columns(rows)
+    return document, columns(filled(rows))
 
 
 def _said(task: trials.Task, record: trials.Trial, left: int) -> str:
