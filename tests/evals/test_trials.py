@@ -649,7 +649,7 @@ def test_the_command_runs_resumes_and_sums_up(where: workspace.Workspace) -> Non
     command = ["eval", "run", "--suite", "mine", "--author", "hand"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
+    lines = result.stdout.splitlines()  # what lasts is told beside it
     assert lines[0].startswith("hand gemm_swiglu 1: proved (") and lines[3].endswith(" 0 left)")
     assert lines[-1].split()[:5] == ["mine", "cpu", "hand", "no", "4/4"]
     again = CliRunner().invoke(app, [*command, "--json"])
