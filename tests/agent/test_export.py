@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from coda_agent.agent.cli import app
@@ -384,17 +385,19 @@ int cudaLaunchKernelExC(const Launch *launch, const void *kernel, void **given) 
 
 
 def test_a_call_launches_an_object_and_a_fold_with_what_each_takes(
-    variant: Path, tmp_path: Path
+    variant: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cuda.c").write_text(RUNTIME)
     cuda = tmp_path / "libcudart.so.13"
-    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcudart.so.13", tmp_path / "cuda.c"]
+    # PyTorch for CUDA needs the real one, too, in front of which this one's functions are found.
+    soname = "libcuda-runtime.so" if torch.version.cuda else cuda.name
+    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{soname}", tmp_path / "cuda.c"]
     subprocess.run([*command, "-o", cuda], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(cuda))
     said = run(
         variant,
-        f"""
-import ctypes, types
-ctypes.CDLL({str(cuda)!r}, mode=ctypes.RTLD_GLOBAL)
+        """
+import types
 torch.version.cuda, torch._C._cuda_getCurrentRawStream = "13.0", lambda _: 0
 torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=132)
 call = module.gemm_residual_partial_rmsnorm
@@ -411,7 +414,7 @@ a, b, c, gamma = (torch.randn(x).bfloat16() for x in ((2, 150, k), (n, k), (2, 1
 with torch.no_grad():
     for x in (a, a, a.mT.contiguous().mT, torch.randn(m * k + 1).bfloat16()[1:].view(2, 150, k)):
         d, o, s = call(x, b, c, gamma)
-        tile = one._choose(one._forms["bfloat16"], {{x["code"]: 0 for x in one._tiles}}, (m, n, k), None)
+        tile = one._choose(one._forms["bfloat16"], {x["code"]: 0 for x in one._tiles}, (m, n, k), None)
         blocks = -(-n // tile["tile_n"])
         want = (torch.arange(m * blocks).reshape(2, 150, blocks) % 7).float().sum(-1) * tile["tile_n"] / n
         print(tuple(d.shape), s.dtype, torch.allclose(s, want), launched[-1][0].equal(x.reshape(m, k)),
