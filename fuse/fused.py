@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -63,7 +64,7 @@ def explain(function: Callable[..., Any], *args: object, **kwargs: object) -> li
 
     Returns:
         An entry for each graph, with its `steps` (kernels, and calls of PyTorch with the reason),
-        its `eager` cost, and its `kernels` as text and as data.
+        the cost of each call `apart`, and its `kernels` as text and as data.
     """
     from torch._inductor import config
 
@@ -96,9 +97,15 @@ def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[...
     Returns:
         What `epilogue(product(*sides))` gives, by `fuse`.
     """
-    return _applied()(product, sides, epilogue)
+    return _applied(getattr(epilogue, "__code__", epilogue))(product, sides, epilogue)
 
 
-@functools.lru_cache(maxsize=1)
-def _applied() -> Any:
-    return fuse(lambda product, sides, epilogue: epilogue(product(*sides)))
+@functools.lru_cache(maxsize=256)
+def _applied(_: object) -> Any:
+    return fuse(anew(lambda product, sides, epilogue: epilogue(product(*sides))))
+
+
+def anew(function: types.FunctionType) -> types.FunctionType:
+    """Copy a function with code of its own, by which torch.compile counts recompilations."""
+    code, about = function.__code__.replace(), (function.__name__, function.__defaults__)
+    return types.FunctionType(code, function.__globals__, *about, function.__closure__)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from coda_agent.fuse.backend import coda
+from coda_agent.fuse.fused import anew
 from coda_agent.fuse.joint import SEEN
 from coda_agent.fuse.show import Shown, products
 
@@ -87,8 +88,10 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
         return found
 
     if fp8:
-        options["options"] = {**options.get("options", {}), "fp8": "forward"}
-    compiled: Any = torch.compile(without_logits, backend=coda, **options)
+        mode = options.pop("mode", None) or "default"  # torch.compile takes a mode or options
+        modes = torch._inductor.list_mode_options(mode) if mode != "default" else {}
+        options["options"] = {**modes, **(options.get("options") or {}), "fp8": "forward"}
+    compiled: Any = torch.compile(anew(without_logits), backend=coda, **options)
 
     @functools.wraps(own.forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:

@@ -60,6 +60,9 @@ class Shown(BaseModel):
         more = f"{len(self.steps) - len(steps)} more calls are PyTorch's"
         return "\n".join([*lines, more, *self.notes])
 
+    def __str__(self) -> str:
+        return repr(self)
+
     def total(self) -> Cost:
         """Add up all steps of the plan.
 

@@ -103,6 +103,7 @@ def test_explain_says_for_each_product_why_it_is_or_is_not_a_piece() -> None:
             f"{shown.steps[1].step}: {why}",
             "0 more calls are PyTorch's",
         ]
+        assert str(shown) == repr(shown)
     (both,) = explain(function, args[0], args[1].requires_grad_(), args[2])
     assert len(both.kernels) == 2  # the gradient of tanh is one
 
@@ -114,8 +115,12 @@ def test_explain_says_for_each_product_why_it_is_or_is_not_a_piece() -> None:
     assert [len(s.kernels) for s in explain(printing, args[0], args[1].detach())] == [1, 1]
 
 
+@torch._dynamo.config.patch(recompile_limit=1)  # pyright: ignore[reportUntypedFunctionDecorator]
 def test_the_call_of_flexgemm() -> None:
-    """Epilogues take tensors of the enclosing function; another closure is no other kernel."""
+    """Epilogues take tensors of the enclosing function; another closure is no other kernel.
+
+    Another epilogue is no recompilation of the last one.
+    """
     x, w = drawn(24, H), drawn(D, H).T
     tile, row, seen = drawn(24, D), torch.rand(24, 1), list[Shown]()
     token = joint.SEEN.set(seen)

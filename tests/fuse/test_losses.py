@@ -107,6 +107,20 @@ def test_a_loss_that_shifts_or_turns_logits_has_them_some_rows_at_a_time(loss: A
     assert "its loss are computed 128 rows at a time" in check(loss, fuse(loss))
 
 
+def test_a_frozen_head_is_one_product() -> None:
+    """As with adapters; of rows that lie apart PyTorch makes a batch of products otherwise."""
+    h, w = (4 * drawn(*x, WIDTH) for x in (IDS.shape, (WORDS,)))
+    h.requires_grad_()
+    found = []
+    with watched() as seen:
+        for loss, x in ((fuse(shifted), h), (shifted, h), (shifted, h.double())):
+            weight = w.to(x.dtype)
+            found += torch.autograd.grad(loss(x, weight), h)
+    assert "its loss are computed 128 rows at a time" in "\n".join(seen[0].notes)
+    ours, own, truth = found
+    assert norms(ours, truth.double()) <= 1.3 * norms(own, truth.double()) + 1e-4
+
+
 def test_sizes_that_change_are_shifted_too() -> None:
     def loss(h: Tensor, w: Tensor) -> Tensor:
         return F.cross_entropy(logits(h, w)[:, :-1].flatten(0, 1), NEXT[: h.shape[0] * 127])
