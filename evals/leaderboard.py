@@ -71,7 +71,9 @@ def boards(workspace: Workspace, only: suites.Suite | None = None) -> Boards:
     for path in sorted((workspace.root / FOLDER).glob("trials-*.jsonl")):
         if only and path != records_of(workspace.root, only.name):
             continue
-        for trial in read(path, Trial).values():
+        trials = [*read(path, Trial).values()]
+        newest = {trial.suite: trial.suite_digest for trial in trials}  # the last one's
+        for trial in trials:
             if trial.stale:
                 continue
             if suite := known.get(trial.suite):
@@ -80,6 +82,8 @@ def boards(workspace: Workspace, only: suites.Suite | None = None) -> Boards:
                     digests[key] = _digest(suite, workspace, trial.spec)
                 if (suite.digest, digests[key]) != (trial.suite_digest, trial.spec_digest):
                     continue
+            elif trial.suite_digest != newest[trial.suite]:  # it was named by its path
+                continue
             board = found.setdefault((trial.suite, trial.device), {})
             board.setdefault(_entrant(trial, workspace), []).append(trial)
     return found
@@ -95,7 +99,8 @@ def _entrant(trial: Trial, workspace: Workspace) -> Entrant:
         models = tuple(options.get("models") or filter(None, [options.get("model")]))
         name, effort = state.author or name, str(options.get("effort", ""))
         kind, _, which = name.partition(":")
-    if kind != REPLAY.name and which and which not in kinds:  # agent:claude names no model
+    # agent:claude names no model, and file:mine.py a program.
+    if which and which not in kinds and (kind not in kinds or kinds[kind].aided):
         models = models or (which,)
     said = [f"{name}{f' ×{n}' * (n > 1)}" for name, n in Counter(models).items()]
     said += [f"effort {effort}"] if effort else []

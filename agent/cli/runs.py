@@ -1,5 +1,6 @@
 """Commands on past runs, and on what they taught."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -101,5 +102,5 @@ def tips(
         cells = (tip.shown.runs, tip.shown.successes, tip.held.runs, tip.held.successes)
         rows.append((tip.id, *map(str, cells), "-" if p is None else f"{p:.2f}",
                      f"{tip.text} (seen: {tip.evidence})"))  # fmt: skip
-    document = [{"id": t.id, **vars(t), "p_value": t.p_value()} for t in known]
+    document = [{"id": t.id, **dataclasses.asdict(t), "p_value": t.p_value()} for t in known]
     return Reply(document, columns(rows) if known else "no tips yet")

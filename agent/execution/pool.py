@@ -71,7 +71,13 @@ class CompilePool:
         """
         worker = self._idle.get()
         try:
-            answer = read_answer(worker.call(job, timeout_s=timeout_s))
+            try:
+                answer = read_answer(worker.call(job, timeout_s=timeout_s))
+            except ChildError as error:
+                if "SIGKILL" not in error.detail:
+                    raise
+                # As by the kernel, for memory that another process may have taken.
+                answer = read_answer(worker.call(job, timeout_s=timeout_s))
         except ChildError as error:
             why = {
                 "timeout": f"{error.detail}; the worker was killed",

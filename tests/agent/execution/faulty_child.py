@@ -57,6 +57,12 @@ def ok(result: Any) -> dict[str, Any]:
 
 def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     match job["kind"]:
+        case "killed once":
+            if not (mark := Path(job["mark"])).exists():
+                if mark.parent.is_dir():
+                    mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return ok("done")
         case "progress":
             for i in range(3):
                 tell({"done": i})

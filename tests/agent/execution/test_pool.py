@@ -37,6 +37,14 @@ def test_a_worker_that_fails_is_an_error_of_its_job_alone() -> None:
             assert pool.run({"kind": "echo", "value": 5}, 20) == 5
 
 
+def test_a_worker_that_the_machine_kills_is_tried_again(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    with CompilePool(1, **FAULTY) as pool:
+        assert pool.run({"kind": "killed once", "mark": str(mark)}, 20) == "done"
+        with pytest.raises(CompileError, match="killed by SIGKILL"):
+            pool.run({"kind": "killed once", "mark": str(tmp_path / "no" / "mark")}, 20)
+
+
 def test_a_pool_that_is_closed_waits_for_no_imports() -> None:
     slow = {**FAULTY["environment"], "FAULTY_START_S": "30"}
     with CompilePool(3, module="faulty_child", environment=slow) as pool:
