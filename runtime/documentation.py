@@ -8,9 +8,14 @@ from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec
 from coda_agent.specs.format import Output
 
+_GRADIENTS = "by autograd, once; none of FP8 tensors, maxima and what is overwritten"
 
-def documentation(spec: Spec, columns: Collection[str]) -> str:
-    """Write a kernel's docstring: mathematics, inputs, outputs, sizes, a call."""
+
+def documentation(spec: Spec, columns: Collection[str], *, exported: bool = False) -> str:
+    """Write a kernel's docstring: mathematics, inputs, outputs, sizes, a call.
+
+    An exported one has no gradients, and nothing that is made of it.
+    """
     declared = spec.declared
     given = [_tensor(spec, name, x, name in columns) for name, x in declared.inputs.items()]
     made = [_tensor(spec, name, x, False) for name, x in declared.outputs.items()]
@@ -22,8 +27,8 @@ def documentation(spec: Spec, columns: Collection[str]) -> str:
         "Returns": made,
         "Packed": [*_packed(packed)] if packed else [],
         "Sizes": [*_sizes(spec)],
-        "Gradients": ["by autograd, once; none of FP8 tensors, maxima and what is overwritten"],
-        "Also": [*_more(spec)],
+        "Gradients": [] if exported else [_GRADIENTS],
+        "Also": [] if exported else [*_more(spec)],
         "Example": [_call(spec)],
     }
     for title, lines in parts.items():

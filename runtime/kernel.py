@@ -56,7 +56,7 @@ class Kernel:
         self.tiles = tiles = tiles or TileChoice(spec.name, next(iter(programs.values())))
         self._op, self._less = op_name, dict[tuple[str, ...], Kernel]()
         self.__name__ = spec.name  # what help() and torch.compile print
-        self.__doc__ = documentation(spec, columns := _columns(spec))
+        self.__doc__ = documentation(spec, columns := index_inputs(spec))
         self.variants = _variants(spec, programs, tiles, columns)
         self.ops = _operators(op_name, spec, self.variants)
         unmeasured = partial(TileChoice, "", refused=tiles.refused, spills=tiles.spills)
@@ -311,7 +311,7 @@ def _types(spec: Spec) -> tuple[str, ...]:
     return spec.types.get(element, (element,))
 
 
-def _columns(spec: Spec) -> tuple[str, ...]:
+def index_inputs(spec: Spec) -> tuple[str, ...]:
     """List the inputs that name a column in each row."""
     column = Draw("integers", (0, spec.gemm_dims[1]))
     return tuple(x for x, t in spec.inputs.items() if t.draw == column)

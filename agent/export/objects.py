@@ -21,8 +21,9 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.dispatch import Shape
+from coda_agent.runtime.documentation import documentation
 from coda_agent.runtime.function import reduction_block
-from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.kernel import Kernel, index_inputs
 from coda_agent.runtime.operators import Variant, scalars
 from coda_agent.runtime.tensor_checks import TensorChecks
 
@@ -185,8 +186,9 @@ def _about(kernel: Kernel, wanted: Wanted, choices: Choices, objects: Objects) -
 
 
 def _documentation(kernel: Kernel, types: Iterable[str]) -> str:
-    """Extend the kernel's by the types of A that are exported."""
-    return f"{kernel.__doc__}\n\nExported types of A: {', '.join(types)}"
+    """Write the kernel's docstring, with the types of A that are exported."""
+    text = documentation(kernel.spec, index_inputs(kernel.spec), exported=True)
+    return f"{text}\n\nExported types of A: {', '.join(types)}"
 
 
 @dataclass(frozen=True)
