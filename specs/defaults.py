@@ -15,6 +15,8 @@ from coda_agent.specs.names import functions_in
 TYPES = ("bfloat16", "float16")
 _M, _N, _K, _OTHER = (1, 77, 200, 384), (16, 272, 336, 512), (8, 64, 136, 256), (1, 2, 3, 5)
 _BENCH, _FEW = (4096, 8192), 2
+_HEAD = 16
+"""From such a multiplier on, as in `64*H`, a dim counts heads, and is as much smaller."""
 _LONGEST = 100
 
 
@@ -35,6 +37,7 @@ def completed(header: Header, source: str) -> dict[str, Any]:
     if "T" not in types and any(tensor.dtype == "T" for tensor in tensors):
         types["T"] = TYPES
     rows, columns, inner = _letters(header)
+    heads = {dim: n for dim, n in (columns | inner).items() if n >= _HEAD}
     dims = dict(header.dims)
     if not dims:
         shapes = [case for tensor in tensors for case in tensor.shape.cases.values()]
@@ -44,16 +47,18 @@ def completed(header: Header, source: str) -> dict[str, Any]:
         element = _bytes(header.inputs[operand].dtype, types) if inner else 2
         for name in dict.fromkeys([*rows, *columns, *inner, *(dim for _, dim, _ in entries)]):
             least = 16 if name in columns else max(8, 16 // element) if name in inner else 1
+            least //= math.gcd(least, heads.get(name, 1))
             divisors = [divisor for _, dim, divisor in entries if dim == name]
             dims[name] = Dim(multiple_of=math.lcm(least, *divisors))
-    sizes = dict.fromkeys(rows[-1:], _M) | dict.fromkeys(columns, _N) | dict.fromkeys(inner, _K)
+    whole = dict.fromkeys([*rows][-1:], _M) | dict.fromkeys(columns, _N) | dict.fromkeys(inner, _K)
+    sizes = {d: [max(1, size // heads.get(d, 1)) for size in x] for d, x in whole.items()}
     checks = [
         {d: dim.only or up(sizes.get(d, _OTHER)[i], dim.multiple_of) for d, dim in dims.items()}
         for i in range(len(_M))
     ]
     benches = [
         {
-            d: dim.only or up(size if d in sizes else _FEW, dim.multiple_of)
+            d: dim.only or up(size // heads.get(d, 1) if d in sizes else _FEW, dim.multiple_of)
             for d, dim in dims.items()
         }
         for size in _BENCH
@@ -69,13 +74,13 @@ def completed(header: Header, source: str) -> dict[str, Any]:
     }
 
 
-def _letters(header: Header) -> tuple[list[str], list[str], list[str]]:
-    """Find the dims of rows, columns and sums, of a sound `gemm`."""
+def _letters(header: Header) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Find the dims of rows, columns and sums, of a sound `gemm`, with their multipliers."""
     if not readable(header):
-        return [], [], []
+        return {}, {}, {}
     product = Gemm(header)
     rows, columns, inner = (
-        list(dict.fromkeys(parts(factors(e)[-1])[1] for e in entries if isinstance(e, str)))
+        {dim: n for n, dim, _ in (parts(factors(e)[-1]) for e in entries if isinstance(e, str))}
         for entries in (product.lead, product.columns, product.inner)
     )
     return rows, columns, inner
@@ -95,17 +100,17 @@ def _drawn(
     header: Header,
     name: str,
     types: dict[str, tuple[str, ...]],
-    columns: list[str],
-    inner: list[str],
+    columns: dict[str, int],
+    inner: dict[str, int],
 ) -> Input:
     tensor = header.inputs[name]
     if "draw" in tensor.model_fields_set or not inner:
         return tensor
     draw = tensor.draw
     if tensor.dtype.startswith("int") and columns:
-        draw = Draw("integers", (0, columns[0]))
+        draw = Draw("integers", (0, next(iter(columns))))
     elif name in header.gemm[1].split() and _bytes(tensor.dtype, types) > 1:
-        draw = Draw("normal", (f"{inner[0]}**-0.5",))
+        draw = Draw("normal", (f"{next(iter(inner))}**-0.5",))
     return tensor.model_copy(update={"draw": draw})
 
 

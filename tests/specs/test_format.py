@@ -322,6 +322,15 @@ def test_what_a_short_spec_leaves_out() -> None:
     assert spec.inputs["w"].draw == ("normal", (1.0,))
 
 
+def test_heads_are_as_many_less() -> None:
+    """N = 64 H is as large as any N; it was 64 times that, and took 11 GB to judge."""
+    heads = SHORTEST.replace("w: [N, K]", "w: [64*H, K]").replace("[M, N/2]", "[M, H, 64]")
+    spec = load_spec("ffn.md", text=heads)
+    assert [sizes["H"] for sizes in spec.declared.check_shapes] == [1, 4, 5, 8]
+    assert [sizes["H"] for sizes in spec.declared.bench_shapes] == [64, 128]
+    assert spec.declared.dims["H"].multiple_of == 1
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
