@@ -91,7 +91,7 @@ class _Reader:
                     pass
                 case _:
                     message = "only imports and @epilogue functions may stand here"
-                    self.refuse(statement, message, "see any demonstration")
+                    self.refuse(statement, message, "see any demonstration, up to its line END")
         for name in dict.fromkeys(names) if expected is None else expected:
             if names.count(name) != 1:
                 message = f"the spec asks for one program named {name!r}, found {names.count(name)}"
@@ -194,7 +194,7 @@ class _Reader:
                     pass
                 case _:
                     message = "a program's body is assignments and one final `return {...}`"
-                    self.refuse(statement, message, "see any demonstration")
+                    self.refuse(statement, message, "see any demonstration, up to its line END")
         return {}
 
     def bind(self, target: ast.expr, result: object) -> None:

@@ -38,7 +38,7 @@ LIMIT = (
     "The budget is used up: {reason}. This is your last turn. Only submit, log_tip and give_up "
     "still run: submit the candidate if it is worth it, and log what was learned."
 )
-NO_KEY = "the author claude needs ANTHROPIC_API_KEY, which is not set"
+NO_KEY = "a model of Anthropic's needs ANTHROPIC_API_KEY, which is not set"
 NO_KEY_HINT = (
     "without one: --author composer, or let an agent you have write it over MCP (coda-agent mcp)"
 )
