@@ -93,6 +93,21 @@ def test_models_and_effort_make_a_row(where: Workspace) -> None:
     ]  # fmt: skip
 
 
+def test_a_program_is_an_author_without_a_model(where: Workspace) -> None:
+    (row,) = rows(where, trial(where, SPECS[0], "file:mine.py"))
+    assert (row["author"], row["model"]) == ("file:mine.py", "–")
+
+
+def test_of_a_suite_that_was_named_by_its_path_the_newest_counts(where: Workspace) -> None:
+    digests = ("sha256:0", "sha256:1", "sha256:1")
+    mine = [
+        trial(where, spec, "composer", suite="mine", suite_digest=digest)
+        for spec, digest in zip(SPECS, digests, strict=False)
+    ]
+    (row,) = rows(where, *mine)
+    assert (row["suite"], row["trials"]) == ("mine", "2/2")
+
+
 def test_a_trial_of_another_suite_spec_or_gate_does_not_count(where: Workspace) -> None:
     spec = SPECS[0]
     others = [
