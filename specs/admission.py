@@ -17,10 +17,12 @@ from coda_agent.specs.format import Spec
 from coda_agent.specs.layout import shown
 from coda_agent.specs.names import reached
 from coda_agent.specs.reference import (
+    as_declared,
     cast_to,
     draw_inputs,
     kept,
     narrow,
+    reference_callable,
     run_reference,
     storage,
 )
@@ -132,6 +134,14 @@ def _misdeclared(
         if got != (shape, dtype):
             faces = f"{got[1]} {shown(got[0])}; expected {dtype} {shown(shape)}"
             return f"output {name!r} is {faces}, as it is declared: change one of the two"
+    if spec.layout:  # the canonical ones of a row's numbers are float32, whatever is declared
+        call = reference_callable(spec, binding)
+        for name, value in call(**as_declared(spec, inputs, binding)).items():
+            due = spec.declared.outputs[name].dtype
+            due, kind = types.get(due, due), str(value.dtype).removeprefix("torch.")
+            if kind != due:
+                said = f"output {name!r} is {kind}; expected {due}"
+                return f"{said}, as it is declared: change one of the two"
     for name, exact in run_reference(spec, inputs, binding=binding, exact=True).items():
         left = outputs[name].double().isinf() & exact.isfinite()
         if left.any():

@@ -364,6 +364,18 @@ def test_an_output_beyond_its_type_is_refused_by_either_type() -> None:
     admit(written("return {'O': (A @ B.T).float().exp().to(A.dtype)}", {}))
 
 
+@pytest.mark.parametrize(("ends", "sound"), [("", False), (".to(A.dtype)", True)])
+def test_a_sum_has_the_type_that_is_declared(ends: str, sound: bool) -> None:
+    """A program has sums in float32, whatever the declared one is."""
+    body = f"y = torch.relu(A @ B.T); return y, y.float().sum(-1){ends}"
+    declared = written(body, outputs={"O": "[M, N]", "s": "[M]"})
+    if sound:
+        admit(declared)
+        return
+    with pytest.raises(SpecError, match="output 's' is float32; expected bfloat16, as it is decl"):
+        admit(declared)
+
+
 def test_a_spec_with_a_primitives_name_is_refused() -> None:
     text = toy("return {'O': (A @ B.T + k).relu()}").text.replace("name: toy", "name: relu")
     with pytest.raises(SpecError, match=r"relu\.md: name 'relu' is a primitive's.*gemm_relu"):
