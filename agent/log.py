@@ -65,6 +65,16 @@ class Fold(Protocol):
         ...
 
 
+def is_written(path: Path) -> bool:
+    """Whether a process holds a log to write it."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class RunLog:
     """The one writer of a run's log; a context manager.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coda_agent.agent import events as e
-from coda_agent.agent.log import read_events
+from coda_agent.agent.log import is_written, read_events
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
@@ -60,6 +60,13 @@ def state(run: Run) -> RunState:
     return RunState.of(events_of(run))
 
 
+def outcome(run: Run, about: RunState) -> str:
+    """Say how a run ended: `open` at the tools, or `interrupted`, where no process works on it."""
+    if about.outcome != "running" or is_written(run.folder / "events.jsonl"):
+        return about.outcome
+    return "interrupted" if about.metered else "open"
+
+
 def timeline(run: Run, events: list[e.Event]) -> "RenderableType":
     """Tabulate what was tried, what was said, what it cost."""
     from rich.console import Group
@@ -81,7 +88,7 @@ def timeline(run: Run, events: list[e.Event]) -> "RenderableType":
             if of_model:
                 cells = [cells[0], str(step or ""), *row, f"{usd:.4f}" if usd else ""]
             table.add_row(*(Text(cell) for cell in cells))
-    head = f"{run.id}\n{about.kind} of {about.spec} by {about.author}: {about.outcome}"
+    head = f"{run.id}\n{about.kind} of {about.spec} by {about.author}: {outcome(run, about)}"
     why = about.outcome != "passed" and (about.reason or about.error)
     head += f" ({why})" * bool(why)
     head += f", {about.level}" * bool(about.level) + f", commit {about.commit}" * bool(about.commit)

@@ -56,14 +56,14 @@ def runs(
     if html or format:
         hint = "such as coda-agent runs last --html FILE"
         raise CodaError("--html and --format are of one run", hint=hint)
-    found = [(run, past.state(run)) for run in past.everything(workspace)]
+    states = [(run, past.state(run)) for run in past.everything(workspace)]
+    found = [(run, about, past.outcome(run, about)) for run, about in states]
     rows = [
-        (r.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "",
-         dollars(s.spent.usd))
-        for r, s in found
+        (r.id, s.author or "-", ended, s.level or s.reason or s.error or "", dollars(s.spent.usd))
+        for r, s, ended in found
     ]  # fmt: skip
     head = ("run", "author", "outcome", "level, or why", "cost")
-    document = [{"run": r.id, **s.record()} for r, s in found]
+    document = [{"run": r.id, **s.record(), "outcome": ended} for r, s, ended in found]
     return Reply(document, columns([head, *rows]) if rows else "no runs yet")
 
 
