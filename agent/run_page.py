@@ -54,10 +54,9 @@ def changed(before: str, after: str) -> str:
 
 def _end(state: RunState) -> Iterator[tuple[str, str]]:
     spent = state.spent
-    why = None if state.outcome == "passed" else state.reason or state.error
     known = {
         "spec": state.spec, "author": state.author, "outcome": state.outcome,
-        "level": state.level, "why": why, "commit": state.commit,
+        "level": state.level, "why": state.why or None, "commit": state.commit,
         "turns": state.steps or None, "dollars": dollars(spent.usd) if state.steps else None,
         "tokens": spent.tokens, "seconds": round(spent.wall_s), "attempts": len(state.attempts),
     }  # fmt: skip

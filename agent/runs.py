@@ -89,8 +89,7 @@ def timeline(run: Run, events: list[e.Event]) -> "RenderableType":
                 cells = [cells[0], str(step or ""), *row, f"{usd:.4f}" if usd else ""]
             table.add_row(*(Text(cell) for cell in cells))
     head = f"{run.id}\n{about.kind} of {about.spec} by {about.author}: {outcome(run, about)}"
-    why = about.outcome != "passed" and (about.reason or about.error)
-    head += f" ({why})" * bool(why)
+    head += f" ({about.why})" * bool(about.why)
     head += f", {about.level}" * bool(about.level) + f", commit {about.commit}" * bool(about.commit)
     head += f"; {about.steps} steps, {dollars(about.spent.usd)}" * bool(about.steps)
     return Group(Text(head), Text(), table)

@@ -146,6 +146,11 @@ class RunState:
         return self.failure and self.failure.message
 
     @property
+    def why(self) -> str:
+        """Why it did not pass, as far as somebody said so."""
+        return "" if self.outcome == "passed" else self.reason or self.error or ""
+
+    @property
     def gates(self) -> dict[str, JsonObject]:
         """The last verdict's by name: `passed`, None where it was skipped, and `seconds`."""
         last = self.attempts[-1].judgement.gates if self.attempts else {}

@@ -81,16 +81,14 @@ def write_models(root: Path) -> Path:
 
     def kernels(work: str) -> str:
         notes = (re.search(r"(\d+) kernels of the backend", ours.note) for ours, _ in found[work])
-        counts = sorted({int(said[1]) for said in notes if said})
-        return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "–"
+        return span((int(said[1]) for said in notes if said), "d")
 
     def share(ours: Cell, fair: Cell) -> float:  # graphs of CUDA hold what they take
         return ours.peak_mib / fair.peak_mib if ours.peak_mib and fair.peak_mib else 0.0
 
-    def span(values: Iterable[float]) -> str:
-        shown = [f"{value:.2f}" for value in values]
-        ends = dict.fromkeys((min(shown), max(shown))) if shown else ["–"]
-        return " to ".join(ends)
+    def span(values: Iterable[float], form: str = ".2f") -> str:
+        known = sorted(values)
+        return " to ".join(dict.fromkeys(f"{x:{form}}" for x in (*known[:1], *known[-1:]))) or "–"
 
     table = markdown(tabulate(found, {
         "model": str,

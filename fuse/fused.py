@@ -97,7 +97,8 @@ def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[...
     Returns:
         What `epilogue(product(*sides))` gives, by `fuse`.
     """
-    return _applied(getattr(epilogue, "__code__", epilogue))(product, sides, epilogue)
+    inner = epilogue.func if isinstance(epilogue, functools.partial) else epilogue
+    return _applied(getattr(inner, "__code__", type(inner)))(product, sides, epilogue)
 
 
 @functools.lru_cache(maxsize=256)

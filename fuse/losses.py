@@ -78,9 +78,10 @@ def _take_before(node: fx.Node) -> bool:
         return False
     taken: Any = fx.map_arg(index, _value)
     with torch.no_grad():
-        some = _inserted(product, operator.getitem, (product.args[0], index), a[taken])
+        rows = a[taken]
+        some = _inserted(product, operator.getitem, (product.args[0], index), rows)
         # Of a weight without gradients PyTorch makes a batch of products where rows lie apart.
-        some = _inserted(product, "contiguous", (some,), a[taken].contiguous())
+        some = _inserted(product, "contiguous", (some,), rows.contiguous())
         for x in chain:
             x.meta["example_value"] = _value(x)[taken]
     product.args = (some, *product.args[1:])

@@ -87,11 +87,11 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
             return type(found)(**{name: x for name, x in found.items() if name != "logits"})
         return found
 
-    if fp8:
-        mode = options.pop("mode", None) or "default"  # torch.compile takes a mode or options
-        modes = torch._inductor.list_mode_options(mode) if mode != "default" else {}
-        options["options"] = {**modes, **(options.get("options") or {}), "fp8": "forward"}
-    compiled: Any = torch.compile(anew(without_logits), backend=coda, **options)
+    backend: Any = coda
+    if fp8:  # torch.compile takes a mode or options, the backend both
+        ours = {**(options.pop("options", None) or {}), "fp8": "forward"}
+        backend = functools.partial(coda, options=ours)
+    compiled: Any = torch.compile(anew(without_logits), backend=backend, **options)
 
     @functools.wraps(own.forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:

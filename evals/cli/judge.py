@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from coda_agent import specs
 from coda_agent.agent import execution
 from coda_agent.agent.cli.options import DeviceOption
 from coda_agent.agent.cli.report import quiet, reported
@@ -75,7 +73,7 @@ def _mutants(judge: Judge, count: Some, seed: int, name: str = "mutants") -> dic
 
 def _diagnosis(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
     """Score mistakes of authors, and mutants of kernels and demonstrations."""
-    right = right_programs(AUTHORS, Path(str(specs.__file__)).parent)
+    right = right_programs(AUTHORS)
     wrong = _evenly(written(AUTHORS, right), count)
     found = {"authors": score_mutants(judge, "authors", wrong, seed=seed)}
     return found | _mutants(judge, count, seed) | _mutants(judge, count, seed, "held-out")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from coda_agent.agent.judge.records import JsonObject
+from coda_agent.agent.workspace import packaged_specs
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant
 from coda_agent.primitives import __all__ as vocabulary
@@ -47,12 +48,11 @@ def written(name: str, kernels: Mapping[str, tuple[Subject, str]]) -> list[Mutan
     return found
 
 
-def right_programs(name: str, folder: Path) -> dict[str, tuple[Subject, str]]:
-    """Read the right programs that a set brings along, with specs."""
-    found = dict[str, tuple[Subject, str]]()
+def right_programs(name: str) -> dict[str, tuple[Subject, str]]:
+    """Read the right programs that a set brings along, with the package's specs."""
+    found, specs = dict[str, tuple[Subject, str]](), packaged_specs()
     for kernel, text in _entries(name)["right"].items():
-        here = folder / f"{kernel}.md"
-        spec = load_spec(here if here.is_file() else folder / "catalogue" / here.name)
+        spec = load_spec(specs[kernel])
         found[kernel] = Subject(kernel, spec, _programs(text), spec.bind()), text
     return found
 

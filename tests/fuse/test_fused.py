@@ -1,5 +1,6 @@
 """`fuse`: a thin name for torch.compile by the backend `coda`."""
 
+import functools
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -138,6 +139,22 @@ def test_the_call_of_flexgemm() -> None:
     finally:
         joint.SEEN.reset(token)
     assert [len(shown.kernels) for shown in seen] == [1, 1, 1]
+
+
+def test_an_epilogue_that_is_made_anew_is_no_other_one() -> None:
+    x, w, bias, seen = drawn(24, H), drawn(D, H).T, drawn(D), list[Shown]()
+    token = joint.SEEN.set(seen)
+    try:
+        for _ in range(3):
+            got = mm(
+                torch.mm, (x, w), functools.partial(torch.nn.functional.leaky_relu, inplace=False)
+            )
+            assert torch.allclose(got, F.leaky_relu(x @ w), atol=2e-2)
+            got = mm(torch.mm, (x, w), functools.partial(torch.add, bias))
+            assert torch.allclose(got, x @ w + bias, atol=2e-2)
+    finally:
+        joint.SEEN.reset(token)
+    assert len(seen) == 2
 
 
 def test_what_cannot_be_called_is_refused() -> None:

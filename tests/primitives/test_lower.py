@@ -187,7 +187,7 @@ def test_compiles_for_hopper(program: Program) -> None:
     assert found["mma_instructions"] > 0
     # A largest value that keeps NaN has one register too many; it is put aside once a tile.
     spilled = {"masked": (8, 2)}.get(program.name, (0, 0))
-    assert (found["stack_bytes"], found["local_stores"]) <= spilled
+    assert (found["stack_bytes"], found["local_stores"]) == spilled
     assert 0 < found["shared_bytes"] <= 227 * 1024 + 1024
     assert cubin(Path(found["object"])).startswith(b"\x7fELF")
 

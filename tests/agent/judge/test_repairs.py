@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,6 @@ from coda_agent.evals.judge import by_hand
 from coda_agent.primitives import Tile, epilogue, erf, exp, maximum, tanh
 from coda_agent.primitives.inspect import describe
 from tests.agent.judge.test_meaning import findings, spec_of
-
-ROOT = Path(__file__).parents[3]
 
 # The reference, a wrong program, the fault's name, and what the sentence holds.
 MISTAKES = [
@@ -124,7 +121,7 @@ def test_an_expression_is_written_as_an_author_would() -> None:
 
 
 def test_a_sample_of_the_set_is_named() -> None:
-    right = by_hand.right_programs(by_hand.AUTHORS, ROOT / "specs")
+    right = by_hand.right_programs(by_hand.AUTHORS)
     assert len(right) >= 15
     every = by_hand.written(by_hand.AUTHORS, right)
     assert len(every) >= 60 and len({m.program.digest for m in every}) == len(every)
