@@ -39,7 +39,8 @@ contenders have the mode "reduce-overhead" and frozen weights for inference, and
 training, which is forward and backward. `compile` is the model under torch.compile, whose attention
 gets a mask; `compile, mask folded` has causal attention instead. Ours is the backend `coda`. A
 family is another model, of which two have experts and two are encoders, which have no mask to
-fold."""
+fold. Before 6add74fa at most 7 ms of a host's time were hidden: warm cells of eager PyTorch, and of
+training at few tokens, may hold some of it."""
 
 
 WORKS = {

@@ -69,17 +69,18 @@ def write_models(root: Path) -> Path:
 
     Of each model that is compared at equal attention it has the records of the first card by name.
     """
-    path, found = root / "README.md", dict[str, list[tuple[Cell, Cell]]]()
+    path, found = root / "README.md", dict[tuple[str, str], list[tuple[Cell, Cell]]]()
     for suite in ("layers", "models"):
         cells = [*read(root / FOLDER / f"{suite}.jsonl", Cell).values()]
-        known = {(c.case, c.machine): c for c in cells if c.contender == OURS}
+        known = {(c.case, c.machine, c.regime): c for c in cells if c.contender == OURS}
         fairs = (c for c in cells if c.contender == FAIR and c.ratio and _work(c.case))
         for fair in sorted(fairs, key=lambda c: card(c.machine)):
-            rows = found.setdefault(_work(fair.case), [])
+            clock = "warm" if fair.regime == "warm" else "a plain loop"
+            rows = found.setdefault((_work(fair.case), clock), [])
             if not rows or rows[0][1].machine == fair.machine:
-                rows.append((known[fair.case, fair.machine], fair))
+                rows.append((known[fair.case, fair.machine, fair.regime], fair))
 
-    def kernels(work: str) -> str:
+    def kernels(work: tuple[str, str]) -> str:
         notes = (re.search(r"(\d+) kernels of the backend", ours.note) for ours, _ in found[work])
         return span((int(said[1]) for said in notes if said), "d")
 
@@ -91,11 +92,12 @@ def write_models(root: Path) -> Path:
         return " to ".join(dict.fromkeys(f"{x:{form}}" for x in (*known[:1], *known[-1:]))) or "–"
 
     table = markdown(tabulate(found, {
-        "model": str,
+        "model": lambda x: x[0],
         "kernels": kernels,
         "speed": lambda x: span(fair.ratio or 0 for _, fair in found[x]),
         "memory": lambda x: span(share(*pair) for pair in found[x] if share(*pair)),
         "card": lambda x: card(found[x][0][1].machine).split()[1],
+        "clock": lambda x: x[1],
     }))  # fmt: skip
     begin, end = "<!-- of bench -->\n", "\n<!-- to here -->"
     head, _, rest = path.read_text("utf-8").partition(begin)

@@ -24,6 +24,7 @@ from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.around import Around, alone, around
 from coda_agent.fuse.build import build, compilers
 from coda_agent.fuse.choice import compile_ahead, timed, untimed
+from coda_agent.fuse.codegen import call_past_dispatcher
 from coda_agent.fuse.hints import hinted
 from coda_agent.fuse.kept import SOURCES, path_of, remember, remembered
 from coda_agent.fuse.kernels import Kernel, chosen
@@ -39,6 +40,7 @@ from coda_agent.runtime.function import supported
 from coda_agent.runtime.program_operator import kernel_operator
 
 kernel_operator()  # a graph out of a cache calls it, and no pass of ours runs before
+call_past_dispatcher()
 
 SEEN: ContextVar[list[Shown] | None] = ContextVar("SEEN", default=None)
 """Where graphs that are compiled are described, for who asks."""

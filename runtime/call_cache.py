@@ -222,7 +222,7 @@ class Calls(Generic[Call]):
                 # The check does not go by the grad mode: without, such tensors have no gradient.
                 if requires and differentiated(tensors):
                     return None
-                return call if _aligned(tensors) else None
+                return call if aligned(tensors) else None
         return None
 
     def recall(self, values: Sequence[Any], option: Hashable) -> Call | None:
@@ -247,7 +247,7 @@ class Calls(Generic[Call]):
 
         tensors = self._tensors(values)
         make = getattr(guards, "TensorGuards", None)
-        if make is None or any(type(x) in _NUMBERS for x in tensors) or not _aligned(tensors):
+        if make is None or any(type(x) in _NUMBERS for x in tensors) or not aligned(tensors):
             return
         suits = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         key = option, len(tensors), values[self._a].shape, values[self._b].shape
@@ -264,7 +264,8 @@ class Calls(Generic[Call]):
         return self._others(values)
 
 
-def _aligned(tensors: Sequence[torch.Tensor]) -> bool:
+def aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors begin at multiples of 32 bytes."""
     addresses = 0
     for t in tensors:
         addresses |= t.data_ptr()

@@ -16,6 +16,7 @@ from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import ColIndex
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.call_cache import CallPlan, aligned
 from coda_agent.runtime.function import UNASKED, Chooser, ProgramFunction
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.operators import operators
@@ -84,6 +85,36 @@ def _call(
     if call := function.calls.find(values, UNASKED):  # the usual call, without names
         return call(values)
     return _results(function, ProgramFunction.__call__, a, b, operands)
+
+
+class CallSite:
+    """A place in code of torch.compile that calls a program, past PyTorch's dispatcher.
+
+    Args:
+        program: It, as the operator takes it.
+        fixed: Whether the tensors have the same sizes and strides at each call. Then only their
+            addresses are asked about.
+    """
+
+    def __init__(self, program: str, fixed: bool) -> None:
+        self._program, self._fixed = program, fixed
+        self._plan: CallPlan | None = None
+        self._profiler = torch.autograd.profiler
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, operands: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Compute the outputs of the program on a bᵀ."""
+        if self._profiler._is_profiler_enabled:  # which sees the operator
+            with self._profiler.record_function("coda_agent::kernel"):
+                return _call(a, b, operands, program=self._program)
+        values = (a, b, *operands)
+        if self._plan is not None and aligned(values):
+            return self._plan(values)
+        results = _call(a, b, operands, program=self._program)
+        if self._fixed:
+            self._plan = function_of(self._program).calls.find(values, UNASKED)
+        return results
 
 
 def _fake(

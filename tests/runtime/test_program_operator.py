@@ -52,3 +52,31 @@ def test_operations_are_counted_of_all_rows_of_b() -> None:
         with FlopCounterMode(display=False) as counted:
             operator(a, even, operands, program=text)
         assert counted.get_total_flops() == 2 * 24 * 64 * 32
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_place_in_code_looks_for_its_launch_once(fixed: bool) -> None:
+    """Where sizes may change, and of tensors at odd addresses, it is looked for each time."""
+    text = program_operator.program_text(clipped, {"O": "bfloat16"}, "bfloat16", "")
+    site = program_operator.CallSite(text, fixed)
+    room = torch.ones(24 * 32 + 1).bfloat16()
+    a, odd, b = room[:-1].view(24, 32), room[1:].view(24, 32), torch.ones(48, 32).bfloat16()
+    assert program_operator.aligned([a, b]) and not program_operator.aligned([odd, b])
+    assert site(a, b, [])[0].tolist() == torch.full((24, 48), 32.0).tolist()  # interpreted
+    calls = program_operator.function_of(text).calls
+    calls.keep((a, b), program_operator.UNASKED, lambda values: [values[0], values[1]])
+    assert site(a, b, []) == [a, b]
+    program_operator.function_of(text).calls._checks.clear()
+    program_operator.function_of(text).calls._known.clear()
+    assert (site(a, b, [])[0] is a) == fixed
+    assert site(odd, b, [])[0].tolist() == torch.full((24, 48), 32.0).tolist()
+
+
+def test_a_profiler_sees_a_place_in_code_as_the_operator() -> None:
+    text = program_operator.program_text(clipped, {"O": "bfloat16"}, "bfloat16", "")
+    site = program_operator.CallSite(text, True)
+    a, b = torch.ones(24, 32).bfloat16(), torch.ones(48, 32).bfloat16()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        (found,) = site(a, b, [])
+    assert found.tolist() == torch.full((24, 48), 32.0).tolist()
+    assert [e.count for e in seen.key_averages() if e.key == "coda_agent::kernel"] == [1]
