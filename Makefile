@@ -18,6 +18,8 @@ BIN := $(abspath $(VENV))/bin
 RUN := $(VENV)/.installed-$(DEVICE)
 DEV := $(RUN)-dev
 DOCS := $(RUN)-docs
+# What times a GPU wants it without other processes.
+ALONE = $(if $(filter gpu,$(DEVICE)),$(BIN)/pytest -m alone)
 
 .PHONY: demo test test-all docs lint style types pytest format setup clean
 .DEFAULT_GOAL := test
@@ -41,10 +43,12 @@ types: $(DEV)
 # What is marked `slow` is left to `test-all`, which is for the night. By files, since what the tests
 # of a module share is made once in each worker that has some of them.
 pytest: $(DEV)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow"
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not alone"
+	$(ALONE)
 
 test-all: style types
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not alone"
+	$(ALONE)
 
 # The site, in site/.
 docs: $(DOCS)

@@ -9,7 +9,7 @@ from coda_agent.agent.workbench.attribution import attributed
 from coda_agent.specs import load_spec
 from tests.agent.test_evidence import timed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 

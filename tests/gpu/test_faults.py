@@ -19,7 +19,7 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
 from coda_agent.specs import Spec, load_spec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 KEY = ("gemm_swiglu", "bfloat16")

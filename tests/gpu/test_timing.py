@@ -28,7 +28,7 @@ from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.loading import load_kernel
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GENERATED = Path(__file__).parents[2] / "generated"
 SIZE = 4096
