@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
+from coda_agent.fuse.hints import is_symbolic
 from coda_agent.fuse.kept import kept, path_of, remembered
 from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.nodes import described
@@ -107,12 +109,12 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
     from coda_agent.agent.judge.timing import interleave
     from coda_agent.agent.judge.tuner import ranked
 
-    text, function = kernel.text, function_of(kernel.text)
+    function = function_of(kernel.text)
     a, b, named = operands_of(region, device)
     shape = a.shape[0], function.program.columns(b), a.shape[1]
     tiles = tiles_of(kernel, shape)
     if kernel.like:
-        return with_tiles(text, shape, tiles[0]) if tiles else text
+        return _written(region, kernel.text, shape, tiles)
     runs: dict[TileConfig, Callable[[int], object]] = {}
     expected: list[torch.Tensor] = []
     for config in tiles:
@@ -123,9 +125,25 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
         expected = expected or results
         if all(distance(x, y) < _SAME for x, y in zip(results, expected, strict=True)):
             runs[config] = lambda _, config=config: function(a, b, named, config=config)
-    if len(runs) < 2:
+    best = [*runs]
+    if len(runs) > 1:
+        clock = partial(interleave, warmup=1)
+        with suppress(MachineError):  # the clocks disagree
+            best = [ranked(runs, _ROUNDS, clock)[0][0]]
+    return _written(region, kernel.text, shape, best)
+
+
+def _written(
+    region: Region, text: str, shape: tuple[int, int, int], tiles: Sequence[TileConfig]
+) -> str:
+    """Write down a kernel with the first of the tiles, if there is any.
+
+    Where sizes are no symbols and one launch does it, reductions stay partials: what Inductor
+    computes of their values folds them.
+    """
+    if not tiles:
         return text
-    clock = partial(interleave, warmup=1)
-    with suppress(MachineError):  # the clocks disagree
-        return with_tiles(text, shape, ranked(runs, _ROUNDS, clock)[0][0])
-    return text
+    fixed = not any(is_symbolic(node.meta.get(SYMBOLIC)) for node in region.nodes)
+    one = tiles[0].fused and tiles[0].split_k == 1
+    reduces = bool(function_of(text).program.reductions)
+    return with_tiles(text, shape, tiles[0], partials=fixed and one and reduces)

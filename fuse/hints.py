@@ -18,7 +18,7 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
     Nodes that are new afterwards have no values.
     """
     values = {node: node.meta.get("val") for node in graph.nodes}
-    if not any(map(_is_symbolic, values.values())):
+    if not any(map(is_symbolic, values.values())):
         yield
         return
     for node, value in values.items():
@@ -39,7 +39,8 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
                 node.meta["val"] = value
 
 
-def _is_symbolic(value: object) -> bool:
+def is_symbolic(value: object) -> bool:
+    """Whether a value is a symbol, or has one among its sizes and strides."""
     if isinstance(value, torch.Tensor):
         return any(not isinstance(x, int) for x in (*value.shape, *value.stride()))
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -22,7 +22,7 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import RowGather, Scalar
 from coda_agent.primitives.spread import packed
-from coda_agent.runtime.program_operator import program_text
+from coda_agent.runtime.program_operator import folds_of, program_text
 from coda_agent.runtime.tensor_checks import dtype_name
 from coda_agent.specs import Spec, load_spec
 
@@ -92,9 +92,11 @@ def called(
     a, b, operands = arguments(composition, entered)
     stored = torch.ops.coda_agent.kernel.default(a, b, operands, program=text)
     kinds, results = composition.program.outputs, dict[fx.Node | None, Any]()
-    names = [*kinds]
+    names, folds = [*kinds], folds_of(text)
     for port in composition.outputs.values():
-        x = port.restored(stored[names.index(port.name)], sized)
+        x = stored[names.index(port.name)]
+        x = _folded(x, *folds[port.name]) if port.name in folds else x
+        x = port.restored(x, sized)
         # A cast to the type that a value has copies it under AOTAutograd, where it is a slice.
         in_float32 = issubclass(kinds[port.name], Reduction | RowGather)
         results[port.node] = _convert(x, port.dtype) if in_float32 else x
@@ -110,6 +112,27 @@ def arguments(composition: Composition, entered: Callable[[Port], Any]) -> tuple
 
 
 _convert = torch.ops.prims.convert_element_type.default
+
+
+def _folded(x: Any, combine: str, factor: float) -> Any:
+    """Fold partials by calls that Inductor computes with what reads the values.
+
+    A launch for the fold alone takes an H200 2 us, and its host 50 in a training step.
+    """
+    if combine == "logsumexp":
+        most = torch.finfo(torch.float32).max  # a row of infinities has no difference to them
+        largest = aten.clamp.default(aten.amax.default(x, [-1], True), -most, most)
+        exp = aten.exp.default(aten.sub.Tensor(x, largest))
+        log = aten.log.default(aten.sum.dim_IntList(exp, [-1]))
+        return aten.add.Tensor(log, aten.squeeze.dim(largest, -1))
+    x = _COMBINED[combine](x, [-1])
+    return x if factor == 1 else aten.mul.Tensor(x, factor)
+
+
+aten = torch.ops.aten
+_COMBINED: Mapping[str, Callable[..., Any]] = {
+    "add": aten.sum.dim_IntList, "max": aten.amax.default, "min": aten.amin.default,
+}  # fmt: skip
 
 
 def stored_types(composition: Composition) -> dict[str, str | None]:

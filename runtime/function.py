@@ -41,6 +41,8 @@ class ProgramFunction:
         refused: Labels of tiles that no block size may select.
         columns: Index operands that name a column in each row; of others one outside selects 0.
         kept: Whether what an `AddTile` is added to must not change: it is copied.
+        partials: Whether a call without `block_size` gives raw partials too, of the tile that is
+            chosen. Sizes are no symbols then.
     """
 
     program: Program
@@ -50,6 +52,7 @@ class ProgramFunction:
     refused: frozenset[str] = frozenset()
     columns: tuple[str, ...] = ()
     kept: bool = False
+    partials: bool = False
 
     def __call__(
         self,
@@ -89,7 +92,7 @@ class ProgramFunction:
             if max(m, n, k) >> 31:
                 raise self._checks.error(f"M, N, K = {m}, {n}, {k}, expected each below 2³¹")
             config = config or self._configuration(m, n, k, a, block_size)
-            raw = block_size is not None
+            raw = block_size is not None or self.partials
             if not supported(a.device):
                 return self._interpret(a, b, operands, config, lead, raw=raw)
             wanted = Wanted(self._checks.dtypes_for(a.dtype), raw, self.kept)
@@ -109,11 +112,13 @@ class ProgramFunction:
 
         Reductions are those over no rows. It raises as a call.
         """
-        m, n, _, lead = self._checked(a, b, operands)
+        m, n, k, lead = self._checked(a, b, operands)
         tile = DEFAULT_CONFIGS["sm_90a"] if block_size is None else self._tile(block_size)
+        if self.partials:
+            tile = self._configuration(m, n, k, a, block_size)
         results = allocate(self.program, m, n, self._checks.dtypes_for(a.dtype), tile, a.device)
         for o, kind in self.program.reductions.items():
-            if block_size is None:
+            if block_size is None and not self.partials:
                 results[o] = results[o].new_full(kind.extents(m, n), kind.identity())
             elif kind.over_rows:
                 results[o] = results[o].mT

@@ -100,6 +100,14 @@ def _makes(a: torch.Tensor, kinds: Mapping[str, type[Resource]], m: int) -> list
     ]
 
 
+def reduced(program: Program, o: str, m: int, n: int, config: TileConfig) -> tuple[int, int]:
+    """Count the elements that a reduction folds, and those of a partial."""
+    kind = program.reductions[o]
+    extent, block = m if kind.over_rows else n, kind.block(config)
+    half = program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF
+    return (extent // 2, block // 2) if half else (extent, block)
+
+
 class Finish:
     """What makes the caller's outputs of a kernel's, in their list.
 
@@ -123,9 +131,7 @@ class Finish:
         self._bound: Folds | None = None
         for i, (o, kind) in enumerate(program.outputs.items()):
             if issubclass(kind, Reduction):
-                extent, block = m if kind.over_rows else n, kind.block(config)
-                if program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF:
-                    extent, block = extent // 2, block // 2
+                extent, block = reduced(program, o, m, n, config)
                 if not config.fused and block >= extent:
                     self._views.append((i, methodcaller("reshape", -1)))
                 elif not raw:

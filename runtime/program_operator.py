@@ -20,6 +20,7 @@ from coda_agent.runtime.call_cache import CallPlan, aligned
 from coda_agent.runtime.function import UNASKED, Chooser, ProgramFunction
 from coda_agent.runtime.loading import load_kernel
 from coda_agent.runtime.operators import operators
+from coda_agent.runtime.plan import reduced
 from coda_agent.runtime.tile_choice import TileChoice, fused_by, scheduled
 
 if TYPE_CHECKING:
@@ -39,10 +40,37 @@ def program_text(program: Program, stored: Mapping[str, str | None], dtype: str,
     return json.dumps(known, separators=(",", ":"))
 
 
-def with_tiles(text: str, shape: tuple[int, int, int], config: TileConfig) -> str:
-    """Write down a kernel with its tiles at one shape."""
+def with_tiles(
+    text: str, shape: tuple[int, int, int], config: TileConfig, *, partials: bool = False
+) -> str:
+    """Write down a kernel with its tiles at one shape.
+
+    Args:
+        shape: M, N and K.
+        partials: Whether it leaves partials of reductions, which `folds_of` says how to fold. It is
+            called at this shape alone then, by one launch.
+    """
     known = json.loads(text) | {"tiles": [shape, config.to_dict()]}
+    known |= {"partials": True} if partials else {}
     return json.dumps(known, separators=(",", ":"))
+
+
+@lru_cache(maxsize=1024)
+def folds_of(text: str) -> Mapping[str, tuple[str, float]]:
+    """Say how partials that a kernel leaves are combined, and what they are multiplied by then.
+
+    They lie in the last dimension, and are those of these outputs; none where values are final.
+    """
+    known, function = json.loads(text), function_of(text)
+    if not function.partials:
+        return {}
+    m, n, k = known["tiles"][0]
+    config = function.choose(m, n, k, known["dtype"], None)
+    assert config
+    return {
+        o: kind.way(*reduced(function.program, o, m, n, config))[:2]
+        for o, kind in function.program.reductions.items()
+    }
 
 
 @lru_cache(maxsize=1024)
@@ -64,6 +92,7 @@ def function_of(text: str) -> ProgramFunction:
         (known["dtype"],),
         tiles.refused,
         tuple(x for x, kind in program.operands.items() if kind is ColIndex),
+        partials=known.get("partials", False),
     )
 
 

@@ -1,6 +1,8 @@
 """Which way runs a graph: timed on a GPU, and kept."""
 
+import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from coda_agent.agent.execution import pool as pools
 from coda_agent.agent.judge import timing, tuner
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.fuse import backend, build, choice, joint, verify
+from coda_agent.fuse import backend, build, choice, fuse, joint, kernels, verify
 from coda_agent.fuse import timing as ways
 from coda_agent.fuse.around import around
 from coda_agent.fuse.kernels import chosen
@@ -326,3 +328,55 @@ def test_no_pool_compiles_where_no_cache_can_be_written(monkeypatch: pytest.Monk
     monkeypatch.setattr(pools, "writable_cache", refused)
     with build.compilers() as pool:
         assert pool is None
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_folds_partials_where_sizes_are_fixed(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both passes of a norm whose squares are summed by the product before it, and of a loss."""
+    folds = []
+
+    def judged(place: Any, kernel: Any, _: torch.device) -> Any:
+        extents = place.region.composition.extents
+        shape = int(extents["M"]), int(extents["N"]), int(extents["K"])
+        text = choice._written(place.region, kernel.text, shape, [TileConfig(128, 128)])
+        folds.extend(combine for combine, _ in program_operator.folds_of(text).values())
+        return replace(kernel, text=text)
+
+    monkeypatch.setattr(joint, "_judged", judged)
+
+    def norm(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = F.linear(x, w) + x
+        return F.rms_norm(y, (D,), eps=1e-5) @ v.T
+
+    def loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).float(), labels)
+
+    square, labels = (drawn(D, D, seed=s) for s in (1, 2)), torch.arange(160) % 320
+    for f, args, combined in (
+        (norm, (drawn(160, D) * 14, *square), {"add"}),
+        (loss, (drawn(160, D) * 14, drawn(320, D, seed=3) * 14, labels), {"logsumexp"}),
+    ):
+        folds.clear()
+        results = []
+        for run, kind in ((fuse(f, dynamic=dynamic), Tensor.bfloat16), (f, Tensor.double)):
+            given = [
+                kind(x).requires_grad_() if x.is_floating_point() else x
+                for x in map(Tensor.clone, args)
+            ]
+            out = run(*given)
+            out.backward(torch.ones_like(out) / out.numel())
+            grads = [x.grad for x in given if x.grad is not None]
+            results.append([out.detach(), *grads])
+        for found, exact in zip(*results, strict=True):
+            assert (found.double() - exact).norm() < 2e-2 * exact.norm()
+        assert (combined <= {*folds}) != dynamic and not (dynamic and folds)
+
+
+def test_partials_of_rows_without_a_finite_number_fold_as_pytorch_does() -> None:
+    x = torch.tensor([[1e4, -1e4], [-3e38, -3.2e38], [-math.inf] * 2, [math.inf, 0.0], [0.5, 0.25]])
+    found = kernels._folded(x, "logsumexp", 1.0)
+    assert torch.allclose(found, x.double().logsumexp(-1).float(), rtol=1e-6)
+    assert kernels._folded(x, "max", 1.0).tolist() == x.amax(-1).tolist()
+    assert kernels._folded(x[4:], "add", 0.5).tolist() == [0.375]

@@ -9,9 +9,15 @@ import torch
 from coda_agent.evals.float8 import e4m3, quantised, scaled_product
 from coda_agent.fuse import fuse
 from coda_agent.fuse.joint import Kernels
-from coda_agent.primitives import Tile, epilogue
+from coda_agent.fuse.kernels import _folded
+from coda_agent.primitives import ColSum, RowLogSumExp, RowMax, RowSum, Tile, epilogue
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.program_operator import kernel_operator, program_text, with_tiles
+from coda_agent.runtime.program_operator import (
+    folds_of,
+    kernel_operator,
+    program_text,
+    with_tiles,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -74,3 +80,39 @@ def test_a_package_of_aotinductor_has_kernels(tmp_path: Path) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             run(x)
     assert any("coda_agent" in event.name for event in found.events() or ())
+
+
+@epilogue(D=Tile, s=RowSum, m=RowMax, lse=RowLogSumExp, g=ColSum)
+def statistics(acc, r: Tile):
+    d = acc + r
+    return {"D": d, "s": d * d, "m": d, "lse": d, "g": d}
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_partials_are_folded_by_inductor_and_places_in_code_launch_once(mode: str | None) -> None:
+    torch.manual_seed(0)
+    shape = 1000, 1536, 512
+    text = program_text(statistics, {"D": "bfloat16"} | dict.fromkeys("smg") | {"lse": None},
+                        "bfloat16", "")  # fmt: skip
+    text = with_tiles(text, shape, TileConfig(128, 128), partials=True)
+    x, w, r = (torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+               for size in ((1000, 512), (1536, 512), (1000, 1536)))  # fmt: skip
+    kernel, folds = kernel_operator(), folds_of(text)
+    names = [*statistics.outputs]
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        found = dict(zip(names, kernel(x, w / 16, [r], program=text), strict=True))
+        return [_folded(found[o], *folds[o]) if o in folds else found[o] for o in names]
+
+    called = torch.compile(function, mode=mode, dynamic=False)
+    with torch.no_grad():
+        for _ in range(4):
+            x.normal_()
+            y = x.double() @ (w / 16).double().T + r.double()
+            exact = y, (y * y).sum(1), y.amax(1), y.logsumexp(1), y.sum(0)
+            for found, truth in zip(called(x), exact, strict=True):
+                assert (found.double() - truth).norm() < 5e-3 * truth.norm()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            called(x)
+    ran = [event.name for event in seen.events() or ()]
+    assert any("coda_agent" in name for name in ran) and "_fold" not in ran

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from coda_agent.primitives import HalfTile, Tile, epilogue, pairs, relu
+from coda_agent.primitives import (
+    ColMax,
+    ColSum,
+    HalfTile,
+    RowLogSumExp,
+    RowMax,
+    RowMean,
+    RowMin,
+    RowSum,
+    Tile,
+    epilogue,
+    pairs,
+    relu,
+)  # fmt: skip
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.spread import spread
+from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import program_operator
 
 pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
@@ -64,7 +81,8 @@ def test_a_place_in_code_looks_for_its_launch_once(fixed: bool) -> None:
     assert program_operator.aligned([a, b]) and not program_operator.aligned([odd, b])
     assert site(a, b, [])[0].tolist() == torch.full((24, 48), 32.0).tolist()  # interpreted
     calls = program_operator.function_of(text).calls
-    calls.keep((a, b), program_operator.UNASKED, lambda values: [values[0], values[1]])
+    plan: Any = lambda values: [values[0], values[1]]
+    calls.keep((a, b), program_operator.UNASKED, plan)
     assert site(a, b, []) == [a, b]
     program_operator.function_of(text).calls._checks.clear()
     program_operator.function_of(text).calls._known.clear()
@@ -80,3 +98,44 @@ def test_a_profiler_sees_a_place_in_code_as_the_operator() -> None:
         (found,) = site(a, b, [])
     assert found.tolist() == torch.full((24, 48), 32.0).tolist()
     assert [e.count for e in seen.key_averages() if e.key == "coda_agent::kernel"] == [1]
+
+
+@epilogue(
+    D=Tile, total=RowSum, mean=RowMean, top=RowMax, low=RowMin, lse=RowLogSumExp,
+    column=ColSum, highest=ColMax,
+)  # fmt: skip
+def reduced(acc):
+    return dict.fromkeys(("D", "total", "mean", "top", "low", "lse", "column", "highest"), acc)
+
+
+def test_partials_that_a_kernel_leaves_fold_to_the_values() -> None:
+    """Of ragged blocks: 100 rows by 64, 150 columns by 48."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 32, generator=generator).bfloat16() for n in (100, 160))
+    stored = {o: "bfloat16" if o == "D" else None for o in reduced.outputs}
+    text = program_operator.program_text(reduced, stored, "bfloat16", "")
+    assert program_operator.folds_of(text) == {}
+    text = program_operator.with_tiles(text, (100, 160, 32), TileConfig(64, 48), partials=True)
+    folds = program_operator.folds_of(text)
+    call = program_operator.kernel_operator()
+    found = dict(zip(reduced.outputs, call(a, b, [], program=text), strict=True))
+    with FakeTensorMode() as mode:
+        fake = call(mode.from_tensor(a), mode.from_tensor(b), [], program=text)
+    assert [(x.shape, x.stride()) for x in fake] == [(x.shape, x.stride()) for x in found.values()]
+    y = a.double() @ b.double().T
+    exact = {
+        "total": y.sum(1), "mean": y.mean(1), "top": y.amax(1), "low": y.amin(1),
+        "lse": y.logsumexp(1), "column": y.sum(0), "highest": y.amax(0),
+    }  # fmt: skip
+    assert found["total"].shape == (100, 4) and found["column"].shape == (160, 2)
+    assert {*folds} == {*exact} and folds["mean"] == ("add", 48 / 160)
+    for o, truth in exact.items():
+        combine, factor = folds[o]
+        ways = {
+            "add": torch.sum,
+            "max": torch.amax,
+            "min": torch.amin,
+            "logsumexp": torch.logsumexp,
+        }
+        value = ways[combine](found[o].double(), -1) * factor
+        assert (value - truth).abs().max() < 1e-5 * truth.abs().max(), o
