@@ -20,7 +20,7 @@ from coda_agent.fuse.regions import Region, ports_of
 from coda_agent.primitives.imports import import_quack
 from coda_agent.runtime.program_operator import function_of
 
-_WORSE = 2.0
+WORSE = 2.0
 """How many times PyTorch's own error a kernel's result may have, beside a rounding."""
 _LARGE, _PART = 2**29, 2**24
 """From so many elements on the truth is taken in float32; elements compared at once."""
@@ -83,7 +83,7 @@ def fault(region: Region, text: str, device: torch.device) -> str:
         if not x.is_floating_point():
             continue
         errors = distance(y, x), distance(z, x)
-        if not errors[1] <= _WORSE * errors[0] + torch.finfo(y.dtype).eps:
+        if not errors[1] <= WORSE * errors[0] + torch.finfo(y.dtype).eps:
             return f"{node.name} is off by {errors[1]:.1e}, and PyTorch's by {errors[0]:.1e}"
     return ""
 
