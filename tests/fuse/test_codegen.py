@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._inductor import config
+from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import run_and_get_code
 
 import coda_agent.fuse.joint
@@ -35,14 +36,25 @@ def twice(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"graph_partition": False},
         {"graph_partition": True},
-        {"fx_wrapper": True, "size_asserts": False, "alignment_asserts": False},
+        {
+            "fx_wrapper": True,
+            "graph_partition": False,
+            "size_asserts": False,
+            "alignment_asserts": False,
+        },
     ],
 )
 @pytest.mark.parametrize("fixed", [True, False])
-def test_code_of_inductor_calls_kernels_itself(options: dict[str, bool], fixed: bool) -> None:
-    """FX has a graph instead of code. Nothing here asks for a C++ compiler."""
+def test_code_of_inductor_calls_kernels_itself(
+    options: dict[str, bool], fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts for graphs of CUDA, too. FX has a graph instead of code.
+
+    Nothing here asks for a C++ compiler.
+    """
+    monkeypatch.setattr(Scheduler, "should_partition", lambda *_: None)  # on a CPU, too
     generator = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(48, 48, generator=generator).bfloat16() for _ in range(3))
     with config.patch({"force_disable_caches": True, **options}):
@@ -55,3 +67,4 @@ def test_code_of_inductor_calls_kernels_itself(options: dict[str, bool], fixed: 
         (text,) = code
         assert "kernel_of_buf0(" in text and "torch.ops.coda_agent.kernel.default(" not in text
         assert f"', {fixed})" in text
+        assert ("def partition_0(" in text) == options["graph_partition"]
