@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
-from coda_agent.fuse.hints import is_symbolic
+from coda_agent.fuse.hints import may_be_symbolic
 from coda_agent.fuse.kept import kept, path_of, remembered
 from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.nodes import described
@@ -143,7 +142,8 @@ def _written(
     """
     if not tiles:
         return text
-    fixed = not any(is_symbolic(node.meta.get(SYMBOLIC)) for node in region.nodes)
     one = tiles[0].fused and tiles[0].split_k == 1
     reduces = bool(function_of(text).program.reductions)
-    return with_tiles(text, shape, tiles[0], partials=fixed and one and reduces)
+    return with_tiles(
+        text, shape, tiles[0], partials=one and reduces and not may_be_symbolic(region.nodes)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
     Nodes that are new afterwards have no values.
     """
     values = {node: node.meta.get("val") for node in graph.nodes}
-    if not any(map(is_symbolic, values.values())):
+    if not any(map(_is_symbolic, values.values())):
         yield
         return
     for node, value in values.items():
@@ -39,8 +39,14 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
                 node.meta["val"] = value
 
 
-def is_symbolic(value: object) -> bool:
-    """Whether a value is a symbol, or has one among its sizes and strides."""
+def may_be_symbolic(nodes: Collection[fx.Node]) -> bool:
+    """Whether a node's size may be a symbol. In a graph that has some, that of a new one may."""
+    some = any(SYMBOLIC in node.meta for node in next(iter(nodes)).graph.nodes)
+    known = (node.meta.get(SYMBOLIC) for node in nodes)
+    return some and any(value is None or _is_symbolic(value) for value in known)
+
+
+def _is_symbolic(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return any(not isinstance(x, int) for x in (*value.shape, *value.stride()))
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -30,7 +30,7 @@ from coda_agent.fuse.kept import SOURCES, path_of, remember, remembered
 from coda_agent.fuse.kernels import Kernel, chosen
 from coda_agent.fuse.nodes import PRODUCTS, described, is_tangent, mark_backward
 from coda_agent.fuse.replace import replace_regions
-from coda_agent.fuse.rules import prepare
+from coda_agent.fuse.rules import CARRIED, carried_for_nothing, carry_back, prepare
 from coda_agent.fuse.show import Shown, shown
 from coda_agent.fuse.spelling import spell_logsumexp
 from coda_agent.fuse.verify import known_fault
@@ -144,9 +144,12 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
             # until Python collects its garbage (seen on a CPU). A step of Llama had 4.6 GB more on
             # an H200, as much as one region draws.
             gc.collect()
+        back = carried_for_nothing(graph, known.taken)
+        notes = [note for note in notes if note not in map(CARRIED.format, back)]
         seen = SEEN.get()
         found = None if seen is None else shown(known, kernels, notes)
     replace_regions(known, {region: kernels[region].text for region in known.regions})
+    carry_back(back.values())
     spell_logsumexp(graph)
     share(graph)
     if seen is not None and found is not None:

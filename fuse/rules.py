@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from coda_agent.fuse.spelling import compare_floats, join_logsumexp, spell
 from coda_agent.fuse.tables import hold_tables
 
 aten = torch.ops.aten
+CARRIED = "a row's factor is carried past {}"
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
 
 
@@ -48,7 +49,7 @@ def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
     share(graph)
     join_logsumexp(graph)
     rules: list[tuple[str, Callable[[fx.Graph], Iterable[str]]]] = [
-        ("a row's factor is carried past {}", carry),
+        (CARRIED, carry),
         *[("{} is in FP8", quantise_products)] * fp8,
         ("{} gathers before a number a row is taken off", gather_first),
         ("{} sums rows of one number", sum_of_one),
@@ -126,13 +127,49 @@ def carry(graph: fx.Graph) -> Iterator[str]:
             with graph.inserting_before(product if first is None else first.next):
                 x = first or operands.setdefault(tuple(wide), _multiplied(graph, a, wide))
             with graph.inserting_before(product):
-                scaled = make(graph, aten.mm.default, x, product.args[1], like=product)
+                scaled = [make(graph, aten.mm.default, x, product.args[1], like=product)]
                 for factor in rows:
                     row = _shaped(graph, factor, a, 1)
-                    scaled = make(graph, aten.mul.Tensor, scaled, row, like=product)
-                scaled = cast_to(scaled, product.meta["val"].dtype, like=product)
-            product.replace_all_uses_with(scaled)
+                    scaled.append(make(graph, aten.mul.Tensor, scaled[-1], row, like=product))
+                end = cast_to(scaled[-1], product.meta["val"].dtype, like=product)
+            exact: Any = x.args[0] if x not in wide and x.target in CASTS else x
+            scaled[0].meta[_CARRIED] = product.name, exact, scaled[1:], end
+            product.replace_all_uses_with(end)
             yield product.name
+
+
+_CARRIED = "carried"
+"""Of a product past which factors were moved: its former name, the operand before it was rounded,
+the calls, and the result."""
+
+
+def carried_for_nothing(graph: fx.Graph, taken: Container[fx.Node]) -> dict[str, fx.Node]:
+    """Find products past which a factor was carried, and no kernel takes part; by former names.
+
+    Args:
+        graph: It.
+        taken: Nodes that kernels compute.
+    """
+    found: dict[str, fx.Node] = {}
+    for product in graph.find_nodes(op="call_function", target=aten.mm.default):
+        name, _, calls, end = product.meta.get(_CARRIED, ("", None, (), None))
+        x: Any = product.args[0]
+        alike = all(_CARRIED in user.meta for user in x.users)
+        if name and alike and not any(n in taken for n in (x, *x.users, *calls, end)):
+            found[name] = product
+    return found
+
+
+def carry_back(products: Iterable[fx.Node]) -> None:
+    """Give operands of products their rows' factors again, which were carried past them."""
+    for product in products:
+        graph, x, b = product.graph, *product.all_input_nodes
+        _, a, calls, end = product.meta[_CARRIED]
+        with graph.inserting_before(product):
+            for call in calls:
+                a = make(graph, aten.mul.Tensor, a, call.args[1], like=x)
+            a = cast_to(a, x.meta["val"].dtype, like=x)
+            end.replace_all_uses_with(make(graph, aten.mm.default, a, b, like=product))
 
 
 def _parts(a: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:

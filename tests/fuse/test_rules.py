@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
-from coda_agent.fuse import fuse
+from coda_agent.agent.authors.composer.calls import ancestors
+from coda_agent.fuse import backend, fuse, joint
 from coda_agent.fuse.show import Shown
 from tests.fuse.test_joint import norms, watched
 from tests.fuse.test_regions import D, H, drawn
@@ -126,3 +127,45 @@ def test_what_is_read_wide_elsewhere_is_made_again_in_the_kernel() -> None:
             assert torch.allclose(got, own, atol=1e-2, rtol=1e-2)
     (shown,) = seen
     assert len(shown.kernels) == 1 and "exp(" in shown.kernels[0][0]
+
+
+@pytest.mark.parametrize("refused", ["both", "second", "neither"])
+def test_a_factor_is_carried_back_where_no_kernel_gains_by_it(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the first product stores its row without the factor, it stays behind the second."""
+    graphs, called, judged = [], backend._called, joint._judged
+
+    def seen(module: fx.GraphModule, *rest: Any, **options: Any) -> Any:
+        graphs.append(module.graph)
+        return called(module, *rest, **options)
+
+    def some(place: Any, kernel: Any, device: torch.device) -> Any:
+        first = "tanh" not in str(place.region.part)
+        return (
+            "no"
+            if refused in ("both", "" if first else "second")
+            else judged(place, kernel, device)
+        )
+
+    monkeypatch.setattr(backend, "_called", seen)
+    monkeypatch.setattr(joint, "_judged", some)
+
+    def function(x: Tensor, w: Tensor, r: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        h = F.rms_norm(F.linear(x, w) + r, (D,), g, eps=1e-5)
+        return F.gelu(F.linear(h, v), approximate="tanh")
+
+    args = [drawn(24, H) * 8, drawn(D, H), drawn(24, D) * 14, drawn(D) * 14, drawn(H, D)]
+    with torch.no_grad(), watched() as shown:
+        found = fuse(function)(*args)
+    exact = function(*(x.double() for x in args))
+    assert norms(found, exact) < 1.1 * norms(function(*args), exact) + 1e-3
+    carried = ["carried" in note for note in shown[0].notes]
+    assert carried == [True] * (refused != "both")
+    products = [n for n in graphs[0].nodes if n.target is torch.ops.aten.mm.default]
+    assert len(products) == {"both": 2, "second": 1, "neither": 0}[refused]
+    for product in products:
+        before = {n.target for n in ancestors([product.args[0]])}
+        assert (torch.ops.aten.rsqrt.default in before) == (
+            refused == "both" and product is products[-1]
+        )
