@@ -33,9 +33,9 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
         yield
     finally:
         for node in graph.nodes:
-            value = node.meta.pop(SYMBOLIC, None)
+            node.meta.pop(SYMBOLIC, None)
             node.meta.pop("val", None)
-            if value is not None:
+            if (value := values.get(node)) is not None:
                 node.meta["val"] = value
 
 

@@ -131,7 +131,11 @@ def make(
     node = graph.call_function(target, args, kwargs)
     values = fx.map_arg(args, lambda x: x.meta["val"])
     node.meta = {tag: like.meta[tag] for tag in TAGS if tag in like.meta}
-    node.meta["val"] = target(*values, **kwargs)
+    value: Any = target(*values, **kwargs)
+    node.meta["val"] = value
+    known = like.meta.get(SYMBOLIC)
+    if isinstance(known, torch.Tensor) and like.meta["val"].shape == value.shape:
+        node.meta[SYMBOLIC] = known.new_empty(known.shape, dtype=value.dtype)
     return node
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.fuse import explain, head
+from coda_agent.fuse import backend, explain, head
 from coda_agent.fuse.backend import coda
 from tests.fuse.test_regions import drawn
 
@@ -502,3 +502,18 @@ def test_loops_whose_parts_differ() -> None:
 
     for f in (fewer_rows, into_a_buffer, written_between):
         torch.testing.assert_close(torch.compile(f, backend=coda)(y), f(y))
+
+
+def test_rows_of_a_batch_of_one_are_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls are others', made by rules: their sizes are symbols, too."""
+    graphs, called = [], backend._called
+    monkeypatch.setattr(
+        backend, "_called", lambda module, *of, **by: graphs.append(1) or called(module, *of, **by)
+    )
+    largest = lambda x, w: torch.bmm(x[None], w.t()[None]).max(-1).values
+    compiled = torch.compile(largest, backend=coda, dynamic=True)
+    for rows in (24, 40, 72):
+        x, w = drawn(rows, K), drawn(N, K)
+        with torch.no_grad():
+            assert torch.equal(compiled(x, w), largest(x, w))
+    assert len(graphs) == 1
