@@ -159,7 +159,7 @@ def trunc(x: torch.Tensor) -> torch.Tensor:
 
 @elementwise(function("roundeven"), derivative=_flat, edge=kept)
 def round_even(x: torch.Tensor) -> torch.Tensor:
-    """The nearest integer, ties to even, of any x; `rint` is cheaper where |x| < 2²²."""
+    """The nearest integer, ties to even."""
     return x.round()
 
 

@@ -280,8 +280,8 @@ def _finished(gate: str, data: "JsonObject") -> None:
     )  # colours are for terminals: click sees to it
     if findings := data.get("findings"):
         from coda_agent.agent.judge.records import Finding
-        from coda_agent.agent.workbench.feedback import lines_of
+        from coda_agent.agent.workbench.feedback import lines_of, merged
 
-        for finding in findings:
-            for line in lines_of(Finding.model_validate(finding)):
+        for group in merged(map(Finding.model_validate, findings)):
+            for line in lines_of(*group):
                 typer.echo(f"    {line}")

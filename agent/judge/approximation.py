@@ -25,6 +25,7 @@ _FEW = 4  # elements in a branch
 # A step of the product, and the share of the difference that may go by it. 16-bit numbers are
 # nearer, so what was rounded to them is off by something else after it.
 _STEP, _SMOOTH = 2.0**-7, 0.4
+_NEAR, _MOST = 0.25, 0.9  # so far from the truth is what is off at most, but for a tenth of it
 
 
 def approximation(
@@ -38,6 +39,10 @@ def approximation(
     branches = any(node.op in ("where", *COMPARISONS) for node in program.graph.nodes)
     least = _FEW if branches else _EVERYWHERE * out.numel()
     if off.numel() < least or not is_small(difference, truth):
+        return None
+    share = off.abs() / truth[there].abs().clamp_min(1e-300)
+    most = share.sort().values[int(_MOST * (len(share) - 1))]
+    if not bool(most < _NEAR):  # something else, or nothing, is in its place
         return None
     a, _ = spec.gemm
     near = {**inputs, a: inputs[a] * (1 + _STEP)}

@@ -179,12 +179,18 @@ def moved(
                 at = _at(place)
                 if at == i or j == w or at in graph.below(w):
                     continue
-                due = f"{_left(graph, j, i, n.args[1 - k])} {INFIX[n.op]} {graph.text(w)}"
-                if due == graph.text(i):  # outside of a choice, it may be: no sentence says it
+                left, op, right = _left(graph, j, i, n.args[1 - k]), INFIX[n.op], graph.text(w)
+                due = f"{left} {op} {right}"
+                # Outside of a choice, it may be: no sentence says it.
+                if _bare(graph.text(i)) in map(_bare, (due, f"{right} {op} {left}")):
                     continue
                 text = f"`{graph.text(w)}` stands in the wrong place: "
                 text += f"not in `{graph.text(i)}`, but `{due}`{graph.use(place)}"
                 yield Edit("misplaced", text, _move(graph, i, k, place, j))
+
+
+def _bare(text: str) -> str:
+    return text.replace("(", "").replace(")", "")
 
 
 def _left(graph: Reading, j: int, i: int, by: int) -> str:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -256,6 +257,8 @@ class TileCheck:
             f"worst tile; allowed {limit.norm:.2e} and {limit.tile:.2e}; "
             f"{error.element:.3g} times what an element may err; "
         )
+        if not math.isfinite(error.norm):  # no number says by how much
+            said = f"{o} is wrong{label}: "
         if o in case.exact:
             said = f"{o} is wrong{label}: it has an exact value, which must be met bit for bit; "
         where: JsonObject = {"output": o}

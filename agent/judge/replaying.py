@@ -168,6 +168,10 @@ def lost_digits(
     return found_lost(replay, 2.0**-24)
 
 
+_CHOOSES = ("maximum", "minimum", "where", "absolute", "neg", "copysign")
+"""What rounds nothing: it gives an argument, or its other sign."""
+
+
 def found_lost(replay: Replay, unit: float) -> Mistake | None:
     """Find an overflow, or a rounding that later operations blow up."""
     wrong, nodes = replay.wrong, replay.graph.nodes
@@ -194,7 +198,7 @@ def found_lost(replay: Replay, unit: float) -> Mistake | None:
         moved = (up - usual).abs() + (down - usual).abs()
         moved = moved.nan_to_num(0.0, 0.0, 0.0) * (unit / (2 * tiny))
         total += moved
-        if float(moved.flatten()[place]) > size:
+        if nodes[i].op not in _CHOOSES and float(moved.flatten()[place]) > size:
             worst, size = i, float(moved.flatten()[place])
     error = (replay.out - replay.truth).abs()
     explained = (error <= _ROUND * total + unit * replay.truth.abs()) & wrong
@@ -282,6 +286,7 @@ def shown(graph: Graph | Reading, op: str, args: tuple[int, ...], depth: int) ->
     if op == "neg":
         return f"-{_written(graph, args[0], depth - 1, tight=True)}"
     name = op.partition("\n")[0].partition(":")[0]
+    name = "round_even" if name == "rint" else name  # which the vocabulary does not export
     given = [_written(graph, a, depth - 1) for a in args]
     if op in GROUPS:
         name, number = op.split()

@@ -30,6 +30,7 @@ MISTAKES = [
     ("z * r", "acc * r * r", "doubled_operand", "`r` enters twice"),
     ("z * r", "2.5 * acc * r", "constant_factor", "`2.5` is too much"),
     ("torch.relu(z) + r", "maximum(acc, 0.5) + r", "wrong_constant", "0.5 .* should be 0"),
+    ("torch.round(z * 4.0) * r", "floor(acc * 4.0) * r", "wrong_operation", r"should be `round_even\(acc · 4\)`"),
     ("torch.log1p(z * z) * r", "log(1.0 + acc * acc) * r", "cancellation", "digits are lost"),
     ("torch.exp(z * 4.0 - r) * r", "exp(acc * 4.0 - r)", "missing_operand", "`r` is left out"),
     ("F.softplus(z) * r", "log(1.0 + exp(acc)) * r", "cancellation", r"the rounding of `1 \+ exp\(acc\)`"),
