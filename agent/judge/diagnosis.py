@@ -197,7 +197,10 @@ def _explained(about: WrongOutput, suspect: Suspect) -> float:
     cap = 3 * size.median()  # so that no few elements decide
     # A program's mistake is one everywhere, so it predicts what is right; a kernel's has a place.
     told = wrong | (out.isfinite() & about.truth[suspect.rows].isfinite()) if about.exact else wrong
-    left = (out - suspect.predicted)[told].abs().minimum(cap).square().sum()
+    off = (out - suspect.predicted).abs()
+    # What is off by too little to be called wrong need not be predicted.
+    off = torch.where(wrong, off, (off - difference.abs()).clamp_min(0.0))
+    left = off[told].minimum(cap).square().sum()
     share = 1 - float(left / size.minimum(cap).square().sum().clamp_min(1e-300))
     return share if share == share else 0.0
 
