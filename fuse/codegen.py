@@ -1,8 +1,8 @@
 """Calls of kernels in code that Inductor writes in Python.
 
 There PyTorch's dispatcher, and the check by which a call finds its launch, cost the host of an H200
-some 40 % of what a kernel's call takes in a training step. The code has made the tensors itself, of
-sizes that it knows.
+some 40 % of what a kernel's call takes in a training step (Qwen3-MoE, by Python's profiler, at
+c66450e9). The code has made the tensors itself, of sizes that it knows.
 """
 
 from __future__ import annotations

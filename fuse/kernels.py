@@ -118,7 +118,8 @@ def _folded(x: Any, combine: str, factor: float) -> Any:
     """Fold partials by calls that Inductor computes with what reads the values.
 
     It lowers each of them: in a graph of its own, calls that it decomposes no longer compile.
-    A launch for the fold alone takes an H200 2 us, and its host 50 in a training step.
+    A launch for the fold alone takes an H200 2 us, and its host 50 in a training step by Python's
+    profiler (at c66450e9).
     """
     if combine == "logsumexp":
         most = torch.finfo(torch.float32).max  # a row of infinities has no difference to them
