@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.structures import base_shape
+from coda_agent.agent.judge.structures import ROWS, base_shape, plant, plant_operands, plant_pairs
 from coda_agent.primitives.deferred import torch
 from coda_agent.specs import Spec, draw_inputs
 
@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 # Binary exponents of the numbers of a type.
 _EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
 _WIDEST = (-126, 127)
-_SMALL = 2.0**-40
+_SMALL, _SMALLEST = 2.0**-40, 2.0**-110
 _LADDER = 10, 16, 24, 32, 48, 64, 96, 112
 # Draws in which each input has a scale of its own. They show faults that need one large and another
 # small.
 _MIXES = 8
+# And those in which A is far from the others, whose signs differ: a floor shows where its own value
+# is small, and another holds it above 0.
+_APART, _FAR = 6, (2.0**-90, 2.0**-50, 2.0**-30, 2.0**30, 2.0**50)
 # The square of the first overflows in float32, and that of the other does not.
 _LARGE = 2.0**66, 2.0**40
+# Of the others. Beside it, 1 is lost in float32.
+_BESIDE = 2.0**30
 # Beside products of some -1. What a maximum begins with, other than minus infinity, is above those
 # of the last: -1e30 is, too.
 _NEGATIVE = 64.0, 2.0**16, 2.0**112
@@ -73,13 +78,15 @@ def around(inputs: Mapping[str, Any], generator: torch.Generator, share: float) 
     }
 
 
-def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
+def draws(
+    spec: Spec, binding: Mapping[str, str], seed: int, sizes: Mapping[str, int] | None = None
+) -> Iterator[tuple[str, Inputs]]:
     """Draw sets of float64 inputs with words; the spec's own first."""
     rng = random.Random(f"{seed} {spec.variant(binding)}")
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
 
     def drawn() -> Inputs:
-        return _drawn(spec, binding, base_shape(spec), rng.getrandbits(62))
+        return _drawn(spec, binding, sizes or base_shape(spec), rng.getrandbits(62))
 
     yield "", held(spec, drawn())
     a, b = spec.gemm
@@ -94,6 +101,10 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
         for factor in (2 / inputs[a].shape[1], *_NEGATIVE):
             negative = {a: factor * inputs[a].abs(), b: -inputs[b].abs()}
             yield "every product negative", held(spec, inputs | negative)
+        if {a, b} < set(unbounded):
+            below = {x: -_NEGATIVE[-1] * abs(inputs[x]) for x in unbounded if x != a}
+            below |= {a: inputs[a].abs(), b: below[b]}
+            yield "every product and operand negative", held(spec, inputs | below)
         yield "every product positive", held(spec, inputs | {x: inputs[x].abs() for x in (a, b)})
     scalable = [x for x in free if may_scale(spec, x)]
     inputs = drawn()
@@ -101,6 +112,11 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
         "all inputs small together",
         held(spec, inputs | {x: _SMALL * inputs[x] for x in scalable}),
     )
+    smallest = {x: _SMALLEST * inputs[x] for x in scalable if x != b}
+    yield "all inputs smallest together", held(spec, inputs | smallest)
+    # Not what scales rows or columns: products of those may be taken in any order.
+    large = {x: _LARGE[0] * inputs[x] for x in smallest if inputs[x].ndim == 2}
+    yield "tiles large together", held(spec, inputs | large)
     for _ in range(_MIXES):
         inputs, words = drawn(), list[str]()
         for x in scalable:
@@ -108,6 +124,14 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
             factor, alike = sign * rng.choice((1 / 64, 1.0, 64.0)), rng.random() < _ALIKE
             inputs[x] = factor * (abs(inputs[x]) if alike else inputs[x])
             words.append(f"|{x}| {factor:g}" if alike else f"{x} {factor:g}")
+        yield "inputs at scales of their own: " + ", ".join(words), held(spec, inputs)
+    for _ in range(_APART if a in scalable else 0):
+        inputs, words = drawn(), list[str]()
+        for x in scalable:
+            sign = rng.choice((-1.0, 1.0)) if spec.inputs[x].domain is None else 1.0
+            factor = sign * (rng.choice(_FAR) if x == a else 1.0)
+            inputs[x] = factor * abs(inputs[x]) if x != b else inputs[x]
+            words += [f"|{x}| {factor:g}"] if x != b else []
         yield "inputs at scales of their own: " + ", ".join(words), held(spec, inputs)
     for _ in range(_SPREADS):
         inputs = drawn()
@@ -121,6 +145,15 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
         if a in scalable:
             large = inputs[a] / NEARLY  # an epsilon is no more than what is left
             yield "large columns that nearly agree", held(spec, inputs | alike | {a: large})
+
+
+def planted(spec: Spec, inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
+    """Plant NaN in rows of A, in columns of the product, and in the rest, with words."""
+    generator = torch.Generator().manual_seed(seed)
+    yield "NaN in A", inputs | plant(inputs, spec, generator, math.nan, ROWS)
+    yield "NaN in B", inputs | plant_pairs(inputs, spec, generator, math.nan)
+    if operands := plant_operands(inputs, spec, generator, math.nan):
+        yield "NaN in the operands", inputs | operands
 
 
 def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Tensor:
@@ -162,7 +195,7 @@ def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
     factors = [64.0, 1 / 64]
     factors += [-1.0, -64.0, 0.0] if domain is None else []
     # An epsilon or a floor shows where a value is about as small.
-    factors += [*_LARGE, *(2.0**-k for k in _LADDER)] if x == spec.gemm[0] else []
+    factors += [*_LARGE, *(2.0**-k for k in _LADDER)] if x == spec.gemm[0] else [_BESIDE]
     # A single number has no spread of exponents, so these stand for it.
     scalar = not spec.inputs[x].shape.cases.get("", (1,))
     factors += [2.0**20, 2.0**-20] if scalar else []

@@ -19,16 +19,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from coda_agent.agent.judge.compare import SAFETY, largest_change, least_of
 from coda_agent.agent.judge.diagnosis import Diagnosis, diagnose_meaning
 from coda_agent.agent.judge.digits import LEAST, Roundings, differs, known, tops
 from coda_agent.agent.judge.disturbance import Way, disturbed
-from coda_agent.agent.judge.draws import around, draw_doubles, draws
+from coda_agent.agent.judge.draws import around, draw_doubles, draws, planted
 from coda_agent.agent.judge.jumps import jump_fault
-from coda_agent.agent.judge.places import needless_draw, place_cases
+from coda_agent.agent.judge.places import Case, needless_draw, place_cases
 from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.repairs import mistake
@@ -40,6 +40,7 @@ from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import ColMax
 from coda_agent.primitives.rounding import ROUNDINGS
 from coda_agent.specs import Spec
 
@@ -66,6 +67,8 @@ _CHAOTIC = 1e-3
 # 2^-24 of a float32 number at most, 2^-11 of a float16's and 2^-8 of a bfloat16's.
 _APPROXIMATE = {4: 2.0**-22, 2: 2.0**-12, 1: 2.0**-12}
 # Edits that may mend an approximation: the function itself in its place, or a limit taken away.
+# Replays at moved places, of all draws.
+_RUNS = 300
 _NO_MISTAKES = ("extra_term", "wrong_operation")
 
 
@@ -125,9 +128,10 @@ def _faults(
 ) -> Iterator[tuple[Finding, Inputs]]:
     """Find what differs, one input set after another, with the set."""
     spec, program, binding = variant.spec, variant.program, variant.binding
-    drawn = draws(spec, binding, seed), compared_draws(variant, seed)
+    compared = [*compared_draws(variant, seed)]
     samples = list[_Sample]()
-    for label, inputs in itertools.chain(*drawn, cancelling_draws(variant, seed)):
+    drawn = draws(spec, binding, seed), compared, cancelling_draws(variant, seed)
+    for label, inputs in itertools.chain(*drawn):
         samples.append(sample := _Sample.of(variant, seed, label, inputs, near))
         if fault := sample.fault():
             yield fault, inputs
@@ -152,6 +156,9 @@ def _faults(
             Finding(message=message, where=where),
             draw_doubles(spec, binding, base_shape(spec), seed),
         )
+    for label, inputs in compared:
+        yield from _gaps(variant, label, inputs, seed, near)
+    corners = list[Case]()
     cases = place_cases(spec, program, binding)
     for sizes, moved in itertools.groupby(cases, key=lambda case: case.sizes):
         inputs = draw_doubles(spec, binding, sizes, seed)
@@ -161,6 +168,41 @@ def _faults(
             results = replayed(spec, case.program, inputs)
             if fault := _Sample(there, seed, case.label, inputs, truth, results, near).fault():
                 yield fault, inputs
+            corners += [case] if case.program is not program else []
+    yield from _faults_there(variant, corners, seed, near)
+
+
+def _faults_there(
+    variant: Variant, corners: Sequence[Case], seed: int, near: dict[str, float]
+) -> Iterator[tuple[Finding, Inputs]]:
+    """Find what differs at moved places beyond the usual values: of few all, of many a share."""
+    if not corners:
+        return
+    spec, binding, sizes = variant.spec, variant.binding, corners[0].sizes
+    drawn = [*draws(spec, binding, seed, sizes), *compared_draws(variant, seed, sizes)]
+    ties = [draw for draw in tie_draws(variant, seed, sizes) if not draw.alone]
+    step = -(-len(corners) * (len(drawn) + len(ties)) // _RUNS)
+    for i, case in enumerate(corners):
+        there = dataclasses.replace(variant, program=case.program)
+        yield from _gaps(there, case.label, drawn[0][1], seed, near)
+        for label, inputs in drawn[i % step :: step]:
+            label = f"{label or 'as drawn'}, {case.label}"
+            if fault := _Sample.of(there, seed, label, inputs, near).fault():
+                yield fault, inputs
+        for draw in ties[i % step :: step]:
+            label = f"{draw.label}, {case.label}"
+            if fault := _Sample.of(there, seed, label, draw.inputs, near).tie_fault():
+                yield fault, draw.inputs
+
+
+def _gaps(
+    variant: Variant, label: str, inputs: Inputs, seed: int, near: dict[str, float]
+) -> Iterator[tuple[Finding, Inputs]]:
+    """Find where NaN of inputs does not reach an output, or reaches too much."""
+    for what, changed in planted(variant.spec, inputs, seed):
+        sample = _Sample.of(variant, seed, f"{what}, {label}", changed, near)
+        if fault := sample.gap_fault() or sample.fault():
+            yield fault, changed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +248,20 @@ class _Sample:
                     "of equal values taken, otherwise"
                 )
                 return Finding(message=message, where={**at, "seed": self.seed})
+        return None
+
+    def gap_fault(self) -> Finding | None:
+        """Find the first output with a number where NaN is due."""
+        for o, due in self.truth.items():
+            # A maximum over rows passes NaN over.
+            passes = issubclass(self.variant.program.outputs[o], ColMax)
+            wrong = due.isnan() & self.results[o].isfinite() & (not passes)
+            if bool(wrong.any()):
+                at = self.variant.first_wrong(o, wrong, self.results[o], due)
+                message = (
+                    f"{o} is {at['got']:g} where NaN is due ({self.label}): it does not reach it"
+                )
+                return Finding(message=message, where={**at, "seed": self.seed, "case": self.label})
         return None
 
     def fault(self) -> Finding | None:

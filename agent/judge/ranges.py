@@ -51,11 +51,20 @@ def range_fault(
         truth: The exact outputs.
         results: The program's in float64, which are right.
     """
-    narrow = functools.partial(hold, least=_FLOAT32[0], most=_FLOAT32[1])
-    seen = replayed(variant.spec, variant.program, inputs, narrow)
+    narrow, held = functools.partial(hold, least=_FLOAT32[0], most=_FLOAT32[1]), list[Any]()
+
+    def noted(value: Any) -> Any:
+        held.append(narrow(value))
+        return held[-1]
+
+    seen = replayed(variant.spec, variant.program, inputs, noted)
     values = {o: narrow(value) for o, value in seen.items()}
+    # Of 0 nothing is lost but by an infinity, and the product, the first of all, is not near one.
+    known = bool((held[0].abs() <= _REFERENCE[1]).all())
     suspects = {
-        o: _near(results[o], due, _RIGHT) & ~_near(values[o], due, _WRONG)
+        o: _near(results[o], due, _RIGHT)
+        & ~_near(values[o], due, _WRONG)
+        & ((due != 0) | ~values[o].isfinite() & known)
         for o, due in truth.items()
     }
     if not any(bool(mask.any()) for mask in suspects.values()):
@@ -64,10 +73,10 @@ def range_fault(
     def touch(function: object, args: Sequence[Any], result: Any) -> Any:
         return hold(result, *_REFERENCE)
 
-    held = variant.reference(inputs, touch=touch)
+    whole = variant.reference(inputs, touch=touch)
     stays = _stays(variant, inputs)
     for o, due in truth.items():
-        sound = _near(hold(held[o], *_REFERENCE), due, _RIGHT)
+        sound = _near(hold(whole[o], *_REFERENCE), due, _RIGHT)
         wrong = suspects[o] & sound & stays[o]
         if not bool(wrong.any()):
             continue
@@ -97,7 +106,7 @@ def _stays(variant: Variant, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def _near(value: torch.Tensor, due: torch.Tensor, share: float) -> torch.Tensor:
-    return due.isfinite() & (due != 0) & ((value - due).abs() <= share * due.abs())
+    return due.isfinite() & ((value - due).abs() <= share * due.abs())
 
 
 def _culprit(variant: Variant, inputs: Inputs) -> str:

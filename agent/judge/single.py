@@ -58,10 +58,11 @@ def cancelling_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[st
         for x, value in _cancelling(variant, given).items():
             if alike and value.numel() != given[spec.gemm[1]].shape[0]:
                 continue
-            near = around({x: value}, generator, NEARLY)[x].float().double()
-            near = near.clamp(*spec.inputs[x].domain or (-math.inf, math.inf))
+            low, high = spec.inputs[x].domain or (-math.inf, math.inf)
+            within = min(1.0, high / float(value.max().clamp_min(1e-300)))  # what A is scaled by
+            near = around({x: within * value}, generator, NEARLY)[x].float().double()
             label = f"{x} nearly cancels what it is added to{' in equal rows' * alike}"
-            yield label, held(spec, given | {x: near})
+            yield label, held(spec, given | {a: within * given[a], x: near.clamp(low, high)})
 
 
 def _cancelling(variant: Variant, inputs: Inputs) -> dict[str, torch.Tensor]:

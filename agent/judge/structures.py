@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Of so many masks leave one: most groups of columns have no element, or one.
 _OF = 64
-_ROWS = 8
+ROWS = 8  # of A, in which a number is planted beside zeros
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
     found = [
         Structure("integers", _integers, ragged, (fine,), everywhere=True, exact=True),
         Structure("coarse integers", _integers, even, (1.0,), everywhere=True, exact=True),
-        Structure("NaN in A", _plant, base, (math.nan,), everywhere=True, planted=True),
-        Structure("one huge value", _plant, base, (large, 64.0, 16.0)),
+        Structure("NaN in A", plant, base, (math.nan,), everywhere=True, planted=True),
+        Structure("one huge value", plant, base, (large, 64.0, 16.0)),
         Structure(f"A times {large:g} or less", _scaled, base, (large, large / 32, 4.0)),
         Structure(f"A times {small:g}", _scaled, base, (small,)),
     ]
     if free and spec.dims[k].only is None:
         found.append(Structure("long K", _as_drawn, long, everywhere=True))
     if wide:
-        found.append(Structure("Inf in A", _plant, base, (math.inf,), True, planted=True))
+        found.append(Structure("Inf in A", plant, base, (math.inf,), True, planted=True))
     if element != next(iter(spec.types.values()), (element,))[0]:
         return found
     # What does not depend on the element type.
@@ -114,7 +114,7 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
     if any(_plain(spec, name) for name in spec.inputs if name not in spec.gemm):
         for what in (math.nan, math.inf):
             label = f"{'Inf' if math.isinf(what) else 'NaN'} in the operands"
-            found.append(Structure(label, _plant_operands, base, (what,), planted=True))
+            found.append(Structure(label, plant_operands, base, (what,), planted=True))
         label = "NaN beside zeros"
         found.append(Structure(label, _beside_zeros, base, (math.nan,), planted=True))
         label = "-Inf in most of the operands"
@@ -122,6 +122,7 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
     # A transposed operand is compiled for on a GPU, so only once.
     layout = "transposed" if wide and binding == spec.bindings()[0] else "padded"
     found.append(Structure(f"{layout} operands", _as_drawn, base, layout=layout))
+    found.append(Structure("NaN in B", plant_pairs, base, (math.nan,), planted=True))
     a, b = spec.gemm
     alike = [(base, pair) for pair in _twins(spec, binding)]
     if free and base[n] % step == 0:
@@ -189,17 +190,28 @@ def _with(
     return changed.to(x.dtype)
 
 
-def _plant(
+def plant(
     inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float, count: int = 1
 ) -> Inputs:
+    """Plant a number in rows of A."""
     a = inputs[name := spec.gemm[0]]
     rows, columns = _pick(a.shape[0], generator, count), _pick(a.shape[1], generator)
     return {name: _with(a, rows, columns, factor)}
 
 
-def _plant_operands(
-    inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float
-) -> Inputs:
+def plant_pairs(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    """Plant a number in an even row of B and in an odd one, which are columns of the product.
+
+    In a row of A it is in both of a pair, and in all of a group: what drops it beside a number does
+    not show there.
+    """
+    b = inputs[name := spec.gemm[1]]
+    sides = torch.arange(2, device=b.device)
+    rows = 2 * _pick(len(b) // 2, generator, 2) + sides
+    return {name: _with(b, rows, _pick(b.shape[1], generator), factor)}
+
+
+def plant_operands(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
     """Plant NaN or infinities in floating tensors beside A and B."""
     changed: Inputs = {}
     for name, value in inputs.items():
@@ -216,7 +228,7 @@ def _plant_operands(
 
 def _beside_zeros(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
     """Plant NaN in A and the rest, and zeros in half of the rest that may have some."""
-    changed = _plant(inputs, spec, generator, factor, _ROWS)  # half meet a zero
+    changed = plant(inputs, spec, generator, factor, ROWS)  # half meet a zero
     for name, value in inputs.items():
         tensor = spec.inputs[name]
         low, high = tensor.domain or (-math.inf, math.inf)
@@ -228,11 +240,14 @@ def _beside_zeros(inputs: Inputs, spec: Spec, generator: torch.Generator, factor
             drawn = torch.rand(value.shape, generator=generator, device=value.device)
             zeros = value.double().masked_fill(drawn < 0.5, 0.0)
             changed[name] = zeros.to(value.dtype)
-    return changed | _plant_operands({**inputs, **changed}, spec, generator, factor)
+    return changed | plant_operands({**inputs, **changed}, spec, generator, factor)
 
 
 def _masked(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    """Leave one element of 64 of tensors beside A and B that may be masks."""
+    """Leave one element of 64 of tensors beside A and B that may be masks; some rows of A have one.
+
+    So both terms of a sum may be masked.
+    """
     changed: Inputs = {}
     for name, value in inputs.items():
         if name in spec.gemm or not _plain(spec, name) or spec.inputs[name].domain is not None:
@@ -241,7 +256,8 @@ def _masked(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: floa
             flat = torch.arange(value.numel(), device=value.device).reshape(value.shape)
             left = _pick(min(_OF, value.numel()), generator)
             changed[name] = value.masked_fill(flat % _OF != left, factor)
-    return changed
+    some = changed and inputs[spec.gemm[0]].element_size() > 1
+    return changed | (plant(inputs, spec, generator, factor, ROWS) if some else {})
 
 
 def _selecting(

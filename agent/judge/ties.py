@@ -48,27 +48,32 @@ class Draw(NamedTuple):
     alone: bool = False
 
 
-def tie_draws(variant: Variant, seed: int) -> Iterator[Draw]:
+def tie_draws(
+    variant: Variant, seed: int, sizes: Mapping[str, int] | None = None
+) -> Iterator[Draw]:
     """Draw halves, thresholds and powers of two, with their neighbours."""
-    spec, binding, graph = variant.spec, variant.binding, variant.program.graph
+    spec, graph = variant.spec, variant.program.graph
+    about = spec, variant.binding, sizes or base_shape(spec)
     numbers = constants(graph)
     halves, factors = _values(numbers), (0.5, 1.0, 2.0)
     for i in range(_DRAWS if all(map(is_short, _computed_with(graph))) else 0):
-        yield Draw("halves of whole numbers", _drawn(spec, binding, halves, factors, seed, i))
+        yield Draw("halves of whole numbers", _drawn(*about, halves, factors, seed, i))
     centres = torch.tensor([*_USUAL, *(c for c in numbers if c >= _LEAST)], dtype=torch.float64)
     thresholds = _sides(centres.outer(torch.tensor([-1.0, 0.5, 1.0, 2.0]).double()).flatten())
     for i in range(_DRAWS):
-        inputs = _drawn(spec, binding, thresholds, (0.0, 1.0), seed, i)
+        inputs = _drawn(*about, thresholds, (0.0, 1.0), seed, i)
         yield Draw("thresholds and the numbers beside them", inputs)
     a, b = spec.gemm
     for i, most in enumerate(_EXPONENTS if spec.inputs[b].domain is None else ()):
-        inputs = _drawn(spec, binding, thresholds, (1.0,), seed, i)
+        inputs = _drawn(*about, thresholds, (1.0,), seed, i)
         inputs[a], inputs[b] = _powers(inputs[a], inputs[b], most, seed + i)
         label = f"powers of two from 2^-{most} to 2^{most} and the numbers beside them"
         yield Draw(label, inputs, alone=True)
 
 
-def compared_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def compared_draws(
+    variant: Variant, seed: int, sizes: Mapping[str, int] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Draw usual inputs with numbers that the program compares with constants, all at once.
 
     Numbers between two such constants are drawn, too. Of a tensor every other element is one.
@@ -79,7 +84,7 @@ def compared_draws(variant: Variant, seed: int) -> Iterator[tuple[str, dict[str,
     generator = torch.Generator().manual_seed(seed)
     numbers = {x: values for x, values in found.items() if not spec.symbolic_shape(x)}
     for values in itertools.islice(itertools.product(*numbers.values()), _DRAWS**2):
-        inputs = draw_doubles(spec, variant.binding, base_shape(spec), seed)
+        inputs = draw_doubles(spec, variant.binding, sizes or base_shape(spec), seed)
         inputs |= dict(zip(numbers, values, strict=True))
         for x in found.keys() - numbers:
             pool, drawn = torch.tensor(found[x], dtype=torch.float64), inputs[x]
@@ -106,15 +111,13 @@ def _compared(variant: Variant) -> dict[str, list[float]]:
 
 
 def _drawn(
-    spec: Spec, binding: Mapping[str, str], pool: torch.Tensor, factors: tuple[float, ...],
-    seed: int, i: int,
+    spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], pool: torch.Tensor,
+    factors: tuple[float, ...], seed: int, i: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Draw inputs; rows of A pick single elements of B."""
     generator = torch.Generator().manual_seed(seed + i)
     a, b = spec.gemm
-    inputs = draw_inputs(
-        spec, base_shape(spec), spec.default_types(), seed=seed + i, binding=binding
-    )
+    inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed + i, binding=binding)
     for x, value in inputs.items():
         tensor, value = spec.inputs[x], torch.as_tensor(value).double()
         if tensor.draw.kind == "integers":

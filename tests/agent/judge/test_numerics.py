@@ -129,3 +129,32 @@ def test_nan_comes_through_a_factor_of_zero(product: str, refused: bool) -> None
     )  # fmt: skip
     found = said(made, "O=Tile)\ndef k(acc, w: ColVector):", f"return {{'O': {product}}}")
     assert ("(NaN beside zeros)" in found) == refused
+
+
+@pytest.mark.parametrize(
+    ("larger", "refused"), [("maximum(p, q)", False), ("where(greater(p, q), p, q)", True)]
+)
+def test_nan_of_one_column_reaches_what_is_made_of_a_pair(larger: str, refused: bool) -> None:
+    made = spec(
+        "z = (A @ B.T).float().unflatten(1, (-1, 2)); "
+        "return {'O': z.amax(-1).to(A.dtype)}",
+        {}, {"O": "[M, N/2]"}, name="k", header=_HEADER,
+    )  # fmt: skip
+    lines = "p, q = pairs(acc)", f"return {{'O': {larger}}}"
+    found = said(made, "O=HalfTile)\ndef k(acc):", *lines)
+    assert ("(NaN in B)" in found) == refused == bool(found)
+
+
+@pytest.mark.parametrize(("floor", "refused"), [("C", False), ("maximum(C, -3e38)", True)])
+def test_both_terms_of_a_sum_may_be_masked(floor: str, refused: bool) -> None:
+    made = spec(
+        "return {'O': torch.logaddexp((A @ B.T).float(), C.float()).to(A.dtype)}",
+        {"C": "[M, N]"}, name="k", header=_HEADER,
+    )  # fmt: skip
+    lines = (
+        f"c = {floor}",
+        "t = maximum(acc, c)",
+        ("return {'O': where(equal(t, -log(0.0) * -1.0), t, t + log1p(exp(minimum(acc, c) - t)))}"),
+    )
+    found = said(made, "O=Tile)\ndef k(acc, C: Tile):", *lines)
+    assert ("(-Inf in most of the operands)" in found) == refused == bool(found)

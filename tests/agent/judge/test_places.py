@@ -71,6 +71,36 @@ def test_a_program_that_is_wrong_further_out_is_refused(expression: str) -> None
     assert "O is another function of the inputs" in message
 
 
+FAR = "from row 4096 and column 0 on"
+
+
+@pytest.mark.parametrize(
+    ("body", "right", "wrong", "case"),
+    [
+        ("z * r", "acc * r", "minimum(acc * r, 40.0)", "(A times 64, "),
+        ("z * r", "acc * r", "where(equal(acc, acc), acc * r, 0.5)", "(NaN in A, "),
+        ("torch.round(z) * r", "round_even(acc) * r", "floor(acc + 0.5) * r", "where inputs are"),
+    ],
+)
+def test_values_beyond_the_usual_are_looked_at_further_out(
+    body: str, right: str, wrong: str, case: str
+) -> None:
+    """From row 4096 on a bound, a number for NaN, another half."""
+    made = spec_of(f"return {{'O': ({body}).to(torch.bfloat16)}}", {"O": "{shape: [M, N]}"})
+    there = f"where(greater(4096.0, {ROW}), {right}, {{}})"
+    (message,) = faults(made, there.format(wrong))
+    assert case in message and FAR in message
+    assert faults(made, there.format(right)) == []
+
+
+def test_nan_is_not_left_out_where_a_factor_is_what_the_program_compares_it_with() -> None:
+    (message,) = faults(scaled(), "where(equal(r, 0.75), 0.0, acc * r)")
+    assert message.startswith("O is another function of the inputs (numbers that the program")
+    made = spec_of("return {'O': (z * (r - 0.75)).to(torch.bfloat16)}", {"O": "{shape: [M, N]}"})
+    (message,) = faults(made, "where(equal(r, 0.75), 0.0, acc * (r - 0.75))")
+    assert "where NaN is due (NaN in A, numbers that the program compares)" in message
+
+
 def test_a_sum_of_the_first_columns_is_refused() -> None:
     made = spec_of("return {'s': (z * r).sum(-1)}", {"s": "{shape: [M], dtype: float32}"})
     assert faults(made, "acc * r", "s=RowSum") == []

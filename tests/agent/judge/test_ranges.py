@@ -29,6 +29,8 @@ def test_values_are_held_to_a_range() -> None:
         ("torch.rsqrt(z.abs() + 1e-8) * r",
          "(absolute(acc) + 1e-8) * rsqrt((absolute(acc) + 1e-8) * (absolute(acc) + 1e-8)"
          " * (absolute(acc) + 1e-8)) * r", "overflows"),
+        # 0 is due, and an infinity times 0 stands there.
+        ("torch.where(z > 0, 0.0, r)", "where(greater(acc, 0.0), acc * acc * 0.0, r)", "`acc · acc` overflows"),
         ("torch.tanh(z) * r", "(exp(2.0 * acc) - 1.0) / (exp(2.0 * acc) + 1.0) * r", "overflows"),
     ],
 )  # fmt: skip
