@@ -16,8 +16,9 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.calls import ancestors, reached
 from coda_agent.fuse.kernels import called
-from coda_agent.fuse.nodes import VIEWS, alike, entered, evaluate, is_cheap
+from coda_agent.fuse.nodes import VIEWS, alike, described, entered, evaluate, is_cheap
 from coda_agent.fuse.regions import Cut, Region, extracted, ports_of
+from coda_agent.fuse.rules import carried_ends
 
 aten = torch.ops.aten
 _REDUCED = (
@@ -32,15 +33,24 @@ class Around:
 
     Attributes:
         part: Both as a graph by itself.
+        plain: What Inductor would compute instead. Rows' factors that were carried past a product
+            are in front of it there, in the kernel of a norm, which takes no longer by them.
         region: It.
         places: Where the graph's nodes are in `part`.
         once: Names of the region's ports that are packed before the graph is called.
     """
 
     part: fx.Graph
+    plain: fx.Graph
     region: Region
     places: dict[fx.Node, fx.Node]
     once: tuple[str, ...] = ()
+
+    @property
+    def described(self) -> str:
+        """Write down what a kernel would replace."""
+        graphs = [self.part] if self.plain is self.part else [self.part, self.plain]
+        return " ".join((*map(described, graphs), *self.once))
 
     def packed(self, inputs: Sequence[object]) -> dict[str, torch.Tensor]:
         """Make what `once` names of what `part` takes."""
@@ -97,7 +107,8 @@ def _laid(x: torch.Tensor, result: fx.Node | None) -> torch.Tensor:
 
 def alone(region: Region) -> Around:
     """Leave a region by itself."""
-    return Around(region.part, region, {node: copy for copy, node in region.originals.items()})
+    places = {node: copy for copy, node in region.originals.items()}
+    return Around(region.part, region.part, region, places)
 
 
 def around(known: Cut, region: Region, constants: Collection[fx.Node] = ()) -> Around:
@@ -120,7 +131,21 @@ def around(known: Cut, region: Region, constants: Collection[fx.Node] = ()) -> A
     outputs = {n for n in found if any(u not in found for u in n.users)}
     part, originals = extracted(others, found, outputs)
     once = (p.name for p in ports_of(region.composition) if p.packed and {*p.nodes} <= {*constants})
-    return Around(part, region, {node: copy for copy, node in originals.items()}, tuple(once))
+    places = {node: copy for copy, node in originals.items()}
+    return Around(part, _plain(part, places), region, places, tuple(once))
+
+
+def _plain(part: fx.Graph, places: Mapping[fx.Node, fx.Node]) -> fx.Graph:
+    """Copy `part` without factors that were carried past its products, if there are any."""
+    ends = [(x, end) for x, end in carried_ends(places) if end in places]
+    if not ends:
+        return part
+    copies, plain = dict[fx.Node, fx.Node](), fx.Graph(part.owning_module)
+    plain.output(plain.graph_copy(part, copies))
+    for product, end in ends:
+        copies[places[end]].replace_all_uses_with(copies[places[product]])
+    plain.eliminate_dead_code()
+    return plain
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -16,7 +16,6 @@ from coda_agent.fuse.build import tiles_of
 from coda_agent.fuse.hints import may_be_symbolic
 from coda_agent.fuse.kept import kept, path_of, remembered
 from coda_agent.fuse.kernels import Kernel
-from coda_agent.fuse.nodes import described
 from coda_agent.fuse.regions import Region
 from coda_agent.fuse.timing import Inductor, fastest
 from coda_agent.fuse.verify import distance, drawn, operands_of
@@ -55,7 +54,7 @@ def untimed(place: Around, kernel: Kernel, device: torch.device) -> bool:
 
 def _path(place: Around, kernel: Kernel, device: torch.device) -> Path:
     card = torch.cuda.get_device_name(device)
-    return path_of("times", described(place.part), kernel.text, card, *place.once)
+    return path_of("times", place.described, kernel.text, card)
 
 
 def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str]:
@@ -63,7 +62,7 @@ def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str
     text = _tiled(place.region, kernel, device)
     given = drawn(place.part, place.region, device)
     inputs = [x for x in given if isinstance(x, torch.Tensor)]
-    own = _AHEAD.pop(described(place.part), None) or _own(place, given)
+    own = _AHEAD.pop(place.described, None) or _own(place, given)
     with torch.no_grad():
         ours = _compiled(place.by_kernel(text, place.packed(given)), given)
         for call in (own, ours):  # it is compiled at its first call
@@ -77,7 +76,7 @@ def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str
 
 def compile_ahead(place: Around, device: torch.device) -> None:
     """Compile Inductor's code of what a kernel is timed beside."""
-    if (text := described(place.part)) not in _AHEAD:
+    if (text := place.described) not in _AHEAD:
         with suppress(torch.OutOfMemoryError):  # as where it is timed
             given = drawn(place.part, place.region, device)
             own = _own(place, given)
@@ -89,7 +88,7 @@ _AHEAD: dict[str, Inductor] = {}
 
 
 def _own(place: Around, given: Sequence[object]) -> Inductor:
-    return _compiled(fx.GraphModule({}, place.part), given)
+    return _compiled(fx.GraphModule({}, place.plain), given)
 
 
 def _compiled(call: Callable[..., object], given: Sequence[object]) -> Inductor:

@@ -185,7 +185,7 @@ def _judged(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str
 
 
 def _key(place: Around, kernel: Kernel) -> tuple[str, str]:
-    return " ".join((described(place.part), *place.once)), kernel.text
+    return place.described, kernel.text
 
 
 _JUDGED: dict[tuple[str, str], Kernel | str] = {}

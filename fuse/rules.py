@@ -143,6 +143,13 @@ _CARRIED = "carried"
 the calls, and the result."""
 
 
+def carried_ends(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """List products past which factors were carried, and what has these factors."""
+    for node in nodes:
+        if _CARRIED in node.meta:
+            yield node, node.meta[_CARRIED][3]
+
+
 def carried_for_nothing(graph: fx.Graph, taken: Container[fx.Node]) -> dict[str, fx.Node]:
     """Find products past which a factor was carried, and no kernel takes part; by former names.
 
