@@ -122,10 +122,14 @@ def diagnose_stored(
     origin = _origin(variant, case.inputs, o)
     wrong = WrongOutput(out, truth, origin, tile, case.allowed.get(o))
     seen = diagnose(wrong, runs[1])
-    if seen.fault == "unwritten" and bool((nan := wrong.out.isnan()).any()):
-        own = replayed(variant.spec, variant.program, case.inputs)[o].reshape(nan.shape)
-        if bool(own[nan].isnan().all()):  # so it was written
+    if seen.fault == "unwritten":
+        own = replayed(variant.spec, variant.program, case.inputs)[o].reshape(wrong.out.shape)
+        nan, empty = wrong.out.isnan(), wrong.wrong & (wrong.out == 0)
+        if bool(nan.any()) and bool(own[nan].isnan().all()):  # so it was written
             return _answer(wrong, "not_finite", *wrong.beyond())
+        if case.label and not bool(nan.any()) and bool((own[empty] == 0).all()):  # and so was this
+            text = f"{wrong.region(empty)} is 0, which the program makes of such inputs"
+            return _answer(wrong, "wrong_function", text, empty)
     if seen.fault in _VAGUE and (found := lost_digits(variant, o, case.inputs, out, truth)):
         return _named(wrong, found)
     return seen

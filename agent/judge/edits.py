@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from coda_agent.agent.judge.replaying import INFIX, SIGNS, Reading, Replay, expression, shown
+from coda_agent.agent.judge.replaying import INFIX, SHIFT, SIGNS, Reading, Replay, expression, shown
 from coda_agent.primitives.graph import Graph, Node
 from coda_agent.primitives.operation import GROUPS, OPS
 from coda_agent.primitives.ptx import operation
@@ -63,6 +63,8 @@ def branches(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
 
 def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
     for i, n in enumerate(graph.nodes):
+        if n.name == SHIFT:
+            continue
         if other := _OTHER.get(n.op):
             text = f"`{graph.text(i)}` has the other sign: {INFIX[other]} is due"
             yield Edit("wrong_sign", text, _call(i, n, op=other))
@@ -112,10 +114,24 @@ def dropped(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
                 fault = "doubled_operand"
             elif other.op == "const" and n.op == "mul":
                 fault = "constant_factor"
-            said = "enters twice" if fault == "doubled_operand" else "is too much"
+            twice = fault == "doubled_operand" and len(n.args) > 1
+            said = "enters twice" if twice else "is too much"
             text = f"`{what}` {said} in `{graph.text(i)}`: `{graph.text(a)}` is due"
             text += ", or a number too small to show" * (other.op == "const" and n.op == "add")
             yield Edit(fault, text, lambda v, i=i, a=a: {i: a})
+
+
+def superfluous(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
+    """Drop a factor, or a number, from all places where it is multiplied or added."""
+    for i, n in nodes:
+        by = {m.op for _, m in nodes if i in m.args}
+        several = sum(i in m.args for _, m in nodes) > 1
+        if several and n.op == "const" and by == {"add"}:
+            text = f"the constant {graph.text(i)} is too much where it is added"
+            yield Edit("wrong_constant", text, lambda v, i=i: {i: 0.0 * v[i]})
+        elif several and n.args and by == {"mul"}:
+            text = f"the factor `{graph.text(i)}` is too much"
+            yield Edit("extra_term", text, lambda v, i=i: {i: 0.0 * v[i] + 1.0})
 
 
 def operations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
@@ -142,7 +158,15 @@ def groups(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
             if (other == name) != (due == number):
                 fault = "wrong_constant" if other == name else "wrong_operation"
                 text = f"`{graph.text(i)}` should be `{shown(graph, op, n.args, 0)}`"
-                yield Edit(fault, text, _call(i, n, op=op))
+                call = _call(i, n, op=op)
+                yield Edit(fault, text, call)
+                for j, m in nodes if other == name == "group_sum" else ():  # a mean's
+                    c = next((a for a in m.args if i in m.args and a != i), None)
+                    if c is not None and graph.nodes[c].value == 1 / int(number):
+                        text = f"`{graph.text(j)}` is the mean of {number}: that of {due} is due"
+                        share = 1 / int(due)
+                        changes = lambda v, c=c, f=call, to=share: {**f(v), c: 0.0 * v[c] + to}
+                        yield Edit(fault, text, changes)
 
 
 def inserted(

@@ -29,8 +29,10 @@ def constants(replay: Replay, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
         if abs(value + n.value) < 1e-6 * abs(value):
             fault, text = "wrong_sign", f"the constant {n.value:.9g}{where} has the other sign"
         else:
-            fault = "wrong_constant"
-            text = f"the constant {n.value:.9g}{where} should be {_rounded(value):.9g}"
+            fault, is_, due = "wrong_constant", f"{n.value:.9g}", f"{_rounded(value):.9g}"
+            if is_ == due:  # something else, that comes to as little
+                continue
+            text = f"the constant {is_}{where} should be {due}"
         yield Edit(fault, text, lambda v, i=i, t=found: {i: v[i] + t})
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from coda_agent.agent.judge.replaying import followed
+from coda_agent.agent.judge.replaying import SHIFT, followed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Graph
@@ -180,7 +180,7 @@ def _whole(node: ast.AST) -> int:
 def moved(program: Program, row: int, column: int) -> Program:
     """Move a program's places, as if its output began there."""
     offsets, nodes = {"row_index": row, "column_index": column}, enumerate(program.graph.nodes)
-    return followed(program, {i: ("add", x) for i, n in nodes if (x := offsets.get(n.op))})
+    return followed(program, {i: ("add", x) for i, n in nodes if (x := offsets.get(n.op))}, SHIFT)
 
 
 def uniform(spec: Spec, binding: Mapping[str, str], *, diagonally: bool = False) -> bool:

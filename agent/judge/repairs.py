@@ -15,7 +15,7 @@ from typing import Any
 from coda_agent.agent.judge import edits, fits
 from coda_agent.agent.judge.edits import Edit
 from coda_agent.agent.judge.records import Inputs
-from coda_agent.agent.judge.replaying import MISFITS, Mistake, Replay, found_lost
+from coda_agent.agent.judge.replaying import MISFITS, SHIFT, Mistake, Replay, found_lost
 from coda_agent.agent.judge.variant import Variant
 from coda_agent.primitives.deferred import torch
 
@@ -90,7 +90,7 @@ def sided(variant: Variant, o: str, inputs: Inputs, truth: torch.Tensor) -> str:
 def _edits(replay: Replay) -> Iterator[Edit]:
     graph, root = replay.read, replay.root
     live = graph.below(root)
-    nodes = [(i, n) for i, n in enumerate(graph.nodes) if i in live]
+    nodes = [(i, n) for i, n in enumerate(graph.nodes) if i in live and n.name != SHIFT]
     uses = [(c, k) for c, n in nodes for k in range(len(n.args))] + [(-1, 0)]
     source = {u: graph.nodes[u[0]].args[u[1]] if u[0] >= 0 else root for u in uses}
     count = {i: sum(s == i for s in source.values()) for i in live}
@@ -99,6 +99,7 @@ def _edits(replay: Replay) -> Iterator[Edit]:
     sites += [(u, i) for u, i in source.items() if count[i] > 1 and graph.nodes[i].op != "const"]
     yield from edits.stores(replay)
     yield from edits.branches(graph, nodes)
+    yield from edits.superfluous(graph, nodes)
     yield from edits.signs(graph, sites)
     yield from edits.swaps(graph, nodes)
     yield from edits.dropped(graph, nodes)
@@ -107,6 +108,7 @@ def _edits(replay: Replay) -> Iterator[Edit]:
     yield from fits.constants(replay, nodes)
     yield from fits.bounds(replay)
     operands = [i for i, n in enumerate(graph.nodes) if n.op == "operand"]
+    yield from edits.replaced(graph, [x for x in sites if x[1] in operands], operands)
     yield from edits.inserted(graph, sites, operands, "missing_operand", "+·")
     yield from edits.moved(graph, nodes, sites)
     yield from edits.inserted(graph, sites, operands, "missing_operand", "-/")

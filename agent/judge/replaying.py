@@ -224,15 +224,19 @@ def _tensors(values: Iterable[Any]) -> list[Any]:
     return [torch.as_tensor(v, dtype=torch.float64) if isinstance(v, float) else v for v in values]
 
 
-def followed(program: Program, by: Mapping[int, tuple[str, float]]) -> Program:
+SHIFT = "shift"
+"""The name of what `followed` adds on behalf of the judge: no text shows it, and no edit."""
+
+
+def followed(program: Program, by: Mapping[int, tuple[str, float]], name: str = "") -> Program:
     """Apply an operation with a number to some nodes' values, by node."""
     nodes, places = list[Node](), list[int]()
     for i, node in enumerate(program.graph.nodes):
         nodes.append(replace(node, args=tuple(places[a] for a in node.args)))
         if i in by:
             op, number = by[i]
-            nodes.append(Node("const", (), Shape.SCALAR, value=float(number)))
-            nodes.append(Node(op, (len(nodes) - 2, len(nodes) - 1), node.shape))
+            nodes.append(Node("const", (), Shape.SCALAR, name, float(number)))
+            nodes.append(Node(op, (len(nodes) - 2, len(nodes) - 1), node.shape, name))
         places.append(len(nodes) - 1)
     outputs = {o: places[i] for o, i in program.graph.outputs.items()}
     return replace(program, graph=Graph(nodes, outputs))
@@ -272,10 +276,12 @@ def _written(graph: Graph | Reading, i: int, depth: int, tight: bool = False) ->
     n = graph.nodes[i]
     if not n.args:
         return n.name or ("acc" if n.op == "acc" else f"{n.value:.7g}")
+    if n.name == SHIFT:
+        return _written(graph, n.args[0], depth, tight)
     if not depth:
         return "…"
     text = shown(graph, n.op, n.args, depth)
-    return f"({text})" if tight and n.op in INFIX else text
+    return f"({text})" if tight and n.op in (*INFIX, "fma") else text
 
 
 def shown(graph: Graph | Reading, op: str, args: tuple[int, ...], depth: int) -> str:
@@ -285,6 +291,9 @@ def shown(graph: Graph | Reading, op: str, args: tuple[int, ...], depth: int) ->
         return f"{left} {INFIX[op]} {right}"
     if op == "neg":
         return f"-{_written(graph, args[0], depth - 1, tight=True)}"
+    if op == "fma":  # which is no name of the vocabulary
+        x, y, z = (_written(graph, a, depth - 1, tight=True) for a in args)
+        return f"{x} {INFIX['mul']} {y} {INFIX['add']} {z}"
     name = op.partition("\n")[0].partition(":")[0]
     name = "round_even" if name == "rint" else name  # which the vocabulary does not export
     given = [_written(graph, a, depth - 1) for a in args]

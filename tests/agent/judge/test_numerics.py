@@ -158,3 +158,13 @@ def test_both_terms_of_a_sum_may_be_masked(floor: str, refused: bool) -> None:
     )
     found = said(made, "O=Tile)\ndef k(acc, C: Tile):", *lines)
     assert ("(-Inf in most of the operands)" in found) == refused == bool(found)
+
+
+def test_a_zero_that_the_program_makes_of_nan_is_not_said_to_be_unwritten() -> None:
+    made = spec(
+        "z = (A @ B.T).float(); return {'O': torch.where(z < 3, 0.0, 4.0).to(A.dtype)}",
+        {}, name="k", header=_HEADER,
+    )  # fmt: skip
+    line = "return {'O': where(greater_equal(acc, 3.0), 4.0, 0.0)}"
+    found = said(made, "O=Tile)\ndef k(acc):", line)
+    assert "(NaN in A)" in found and found.endswith("is 0, which the program makes of such inputs")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge.meaning import meaning_fault
+from coda_agent.agent.judge.meaning import check_meaning, meaning_fault
 from coda_agent.agent.judge.records import RefusedTile
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.evals.judge import by_hand
-from coda_agent.primitives import Tile, epilogue, erf, exp, maximum, tanh
+from coda_agent.primitives import ColVector, Tile, epilogue, erf, exp, maximum, tanh
 from coda_agent.primitives.inspect import describe
 from tests.agent.judge.test_meaning import findings, spec_of
+from tests.written import spec
 
 # The reference, a wrong program, the fault's name, and what the sentence holds.
 MISTAKES = [
@@ -38,6 +40,11 @@ MISTAKES = [
     ("z * r * z.unflatten(1, (-1, 2, 2)).flip(2).flatten(1)", "acc * r * exchange(acc, 4)", "wrong_constant", r"should be `exchange\(acc, 2\)`"),
     ("r - z.unflatten(1, (-1, 4)).sum(2).repeat_interleave(4, 1)", "r - group_max(acc, 4)", "wrong_operation", r"should be `group_sum\(acc, 4\)`"),
     ("torch.atan2(z, r - 1.0)", "atan(acc / (r - 1.0))", "wrong_operation", r"should be `atan2\(acc, r - 1\)`"),
+    ("r - z.unflatten(1, (-1, 8)).mean(2).repeat_interleave(8, 1)", "r - group_mean(acc, 16)", "wrong_constant", "is the mean of 16: that of 8 is due"),
+    ("torch.log(z * z) + torch.log(r)", "log(acc * acc + 1e-4) + log(r + 1e-4)", "wrong_constant", "the constant 0.0001 is too much where it is added"),
+    ("z * r + z.flip(0).flip(0) * z", "acc * rsqrt(r) * r + acc * acc * rsqrt(r)", "extra_term", r"the factor `rsqrt\(r\)` is too much"),
+    ("z * r", "acc * absolute(r)", "doubled_operand", r"`absolute` is too much in `absolute\(r\)`"),
+    ("z * r", "where(greater_equal(column_index(acc), 8000.0), acc, acc * r)", "extra_term", r"the condition of `where\([^+]*8000\)[^+]*` is too much"),
     ("torch.atan2(z, r)", "1.5707963267948966 - atan(r * (1.0 / acc))", "wrong_function", "wrong where `acc` is negative, and only there"),
 ]  # fmt: skip
 
@@ -47,6 +54,22 @@ def test_a_mistake_is_named(right: str, wrong: str, fault: str, says: str) -> No
     (finding,) = findings(spec_of(right), wrong)
     assert finding.where["fault"] == fault, finding.message
     assert re.search(says, finding.message.rpartition("; ")[2]), finding.message
+
+
+def test_an_operand_in_the_place_of_another_is_named() -> None:
+    made = spec(
+        "z = (A @ B.T).float(); return {'O': (z * s[:, None] - (r * r * s)[:, None]).to(A.dtype)}",
+        {"r": "{shape: [M], dtype: float32}", "s": "{shape: [M], dtype: float32}"},
+        name="k", header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n",
+    )  # fmt: skip
+
+    @epilogue(O=Tile)
+    def k(acc: Any, r: ColVector, s: ColVector) -> Any:
+        return {"O": acc * r - r * r * s}
+
+    (finding,) = check_meaning(made, {"k": k}, seed=3)
+    assert finding.where["fault"] == "missing_operand"
+    assert "`s` is due where `r` stands, in `acc · r`" in finding.message
 
 
 def test_what_is_approximated_is_told_from_what_is_rounded_or_wrong() -> None:
