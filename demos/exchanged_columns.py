@@ -15,10 +15,12 @@ from coda_agent.primitives import (
     Tile,
     absolute,
     epilogue,
+    equal,
     exchange,
     greater_equal,
     group_max,
     group_sum,
+    log,
     maximum,
     minimum,
     rotate_half,
@@ -41,9 +43,10 @@ def hadamard(acc):
 def two_of_four(acc):
     """P = what 2:4 sparsity keeps of A Bᵀ, and what ties with it; s = the largest of four."""
     x = absolute(acc)
-    y = exchange(x, 1)
-    high = maximum(x, y)
-    low = minimum(x, y)
+    size = where(equal(x, x), x, -log(0.0))
+    y = exchange(size, 1)
+    high = maximum(size, y)
+    low = minimum(size, y)
     others = exchange(high, 2)
     second = maximum(minimum(high, others), maximum(low, exchange(low, 2)))
     return {"P": where(greater_equal(x, second), acc, 0.0), "s": group_max(x, 4)}
@@ -64,7 +67,8 @@ WHY = """
 - `exchange(x + rotate_half(x, 2 * d), d)` is one level of a Hadamard transform: the sum of two
   columns stands where their first was, the difference where the second was.
 - One thread holds columns that are 1, or 8 and more, apart: only distances 2 and 4 ask another one.
-- Which two of four columns stay is told by the second largest, so no order is needed.
+- Which two of four columns stay is told by the second largest, so no order is needed. NaN counts as
+  the largest there, as `sort` has it: else one column would take the others of its four along.
 """
 
 
