@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_accepted_kernels_mean_their_references(name: str) -> None:
         ),
         (
             "torch.sign(z + r)",
-            "(acc + r) / maximum(absolute(acc + r), 1e-30)",
+            "clamp((acc + r) * 1e30, -1.0, 1.0)",
             "all inputs smallest together",
             None,
         ),
@@ -303,7 +304,7 @@ def test_an_approximation_is_right_where_its_type_does_not_show_it() -> None:
     # Beside a small r its tail shows: at z = -5 it is off by a quarter of GELU.
     gelu = f"acc * where(greater(acc, 0.0), 1.0 - {tail}, {tail}) + r"
     (finding,) = findings(spec_of("F.gelu(z) + r"), gelu, seed=3)
-    assert finding.where["case"].startswith("r ")
+    assert re.search(r"\br\b", finding.where["case"])
 
 
 def test_a_value_is_held_where_its_type_has_no_other_and_below_its_least() -> None:
