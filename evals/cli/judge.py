@@ -11,6 +11,7 @@ from rich.progress import Progress
 from coda_agent.agent import execution
 from coda_agent.agent.cli.options import DeviceOption
 from coda_agent.agent.cli.report import quiet, reported
+from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import Kernel, find, kernel_names
 from coda_agent.demos import demos
@@ -134,7 +135,9 @@ _SCORES: dict[str, Callable[[Judge, Some, int], dict[str, Found]]] = {
 @contextmanager
 def _judge(device: str) -> Iterator[Judge]:
     gpu = execution.usable_gpu(device)
-    with Progress(console=Console(stderr=True), disable=quiet(), transient=True) as bar:
+    # With two threads, all mutants took two cores 3 minutes, and with one a core 1.5.
+    bar = Progress(console=Console(stderr=True), disable=quiet(), transient=True)
+    with one_thread(), bar:
         task = bar.add_task("")
 
         def say(done: int, total: int, note: str) -> None:
