@@ -20,7 +20,6 @@ from coda_agent.primitives import (
     greater_equal,
     group_max,
     group_sum,
-    log,
     maximum,
     minimum,
     rotate_half,
@@ -43,7 +42,7 @@ def hadamard(acc):
 def two_of_four(acc):
     """P = what 2:4 sparsity keeps of A Bᵀ, and what ties with it; s = the largest of four."""
     x = absolute(acc)
-    size = where(equal(x, x), x, -log(0.0))
+    size = where(equal(x, x), x, 3.4028234663852886e38)
     y = exchange(size, 1)
     high = maximum(size, y)
     low = minimum(size, y)

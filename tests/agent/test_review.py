@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coda_agent.agent.cli import app
+from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.judgement import Cell
 from coda_agent.agent.review import speed
 from coda_agent.agent.tables import by_head
@@ -24,11 +25,14 @@ NAMES = ("gemm_rmsnorm_swiglu", "gemm_rope", "gemm_swiglu")
 
 @pytest.fixture
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    """A workspace of three accepted kernels."""
+    """A workspace of three accepted kernels, of which nothing is stale."""
     monkeypatch.chdir(tmp_path)
     found = init(tmp_path)[0]
     for name in NAMES:
         shutil.copytree(GENERATED / name, found.generated / name)
+        change(
+            found, name, lambda e: [e["gates"][g].update(version=v) for g, v in VERSIONS.items()]
+        )
     return found
 
 
@@ -51,7 +55,9 @@ def test_what_needs_a_look_is_on_top(where: Workspace) -> None:
     program.write_text(program.read_text("utf-8") + "\n# edited\n", "utf-8")
     (where.generated / "gemm_rmsnorm_swiglu" / "evidence.json").write_text('{"level": ')
     damaged, edited, slow, *packaged = review("--json")["kernels"]
-    assert packaged and all(k["packaged"] and not k["look"] for k in packaged)
+    # What a raised gate has made stale waits for a GPU.
+    assert packaged and all(k["packaged"] for k in packaged)
+    assert {look.partition(":")[0] for k in packaged for look in k["look"]} <= {"stale"}
     assert [damaged["name"], edited["name"], slow["name"]] == [*NAMES]
     assert damaged["level"] == "damaged" and "not readable evidence" in damaged["look"][0]
     assert edited["look"] == ["the program was edited after it was judged"]
