@@ -25,13 +25,8 @@ _LADDER = 10, 16, 24, 32, 48, 64, 96, 112
 # Draws in which each input has a scale of its own. They show faults that need one large and another
 # small.
 _MIXES = 8
-# And those in which A is far from the others, whose signs differ: a floor shows where its own value
-# is small, and another holds it above 0.
-_APART, _FAR = 6, (2.0**-90, 2.0**-50, 2.0**-30, 2.0**30, 2.0**50)
 # The square of the first overflows in float32, and that of the other does not.
 _LARGE = 2.0**66, 2.0**40
-# Of the others. Beside it, 1 is lost in float32.
-_BESIDE = 2.0**30
 # Beside products of some -1. What a maximum begins with, other than minus infinity, is above those
 # of the last: -1e30 is, too.
 _NEGATIVE = 64.0, 2.0**16, 2.0**112
@@ -122,14 +117,6 @@ def draws(
             inputs[x] = factor * (abs(inputs[x]) if alike else inputs[x])
             words.append(f"|{x}| {factor:g}" if alike else f"{x} {factor:g}")
         yield "inputs at scales of their own: " + ", ".join(words), held(spec, inputs)
-    for _ in range(_APART if a in scalable else 0):
-        inputs, words = drawn(), list[str]()
-        for x in scalable:
-            sign = rng.choice((-1.0, 1.0)) if spec.inputs[x].domain is None else 1.0
-            factor = sign * (rng.choice(_FAR) if x == a else 1.0)
-            inputs[x] = factor * abs(inputs[x]) if x != b else inputs[x]
-            words += [f"|{x}| {factor:g}"] if x != b else []
-        yield "inputs at scales of their own: " + ", ".join(words), held(spec, inputs)
     for _ in range(_SPREADS):
         inputs = drawn()
         spread = {x: _spread(inputs[x], x in (a, b), generator) for x in scalable}
@@ -193,7 +180,6 @@ def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
     factors += [-1.0, -64.0, 0.0] if domain is None else []
     # An epsilon or a floor shows where a value is about as small.
     factors += [*_LARGE, *(2.0**-k for k in _LADDER)] if x == spec.gemm[0] else []
-    factors += [_BESIDE] if x not in spec.gemm else []
     # A single number has no spread of exponents, so these stand for it.
     scalar = not spec.inputs[x].shape.cases.get("", (1,))
     factors += [2.0**20, 2.0**-20] if scalar else []
