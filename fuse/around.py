@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Around:
     places: dict[fx.Node, fx.Node]
     once: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def described(self) -> str:
         """Write down what a kernel would replace."""
         graphs = [self.part] if self.plain is self.part else [self.part, self.plain]

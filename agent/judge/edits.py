@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from coda_agent.agent.judge.replaying import INFIX, SHIFT, SIGNS, Reading, Replay, expression, shown
+from coda_agent.agent.judge.replaying import INFIX, SIGNS, Reading, Replay, expression, shown
 from coda_agent.primitives.graph import Graph, Node
 from coda_agent.primitives.operation import GROUPS, OPS
 from coda_agent.primitives.ptx import operation
@@ -61,10 +61,10 @@ def branches(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
             yield Edit("extra_term", text, lambda v, i=i, a=a: {i: a})
 
 
-def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
-    for i, n in enumerate(graph.nodes):
-        if n.name == SHIFT:
-            continue
+def signs(
+    graph: Reading, nodes: list[tuple[int, Node]], sites: list[tuple[Any, int]]
+) -> Iterator[Edit]:
+    for i, n in nodes:
         if other := _OTHER.get(n.op):
             text = f"`{graph.text(i)}` has the other sign: {INFIX[other]} is due"
             yield Edit("wrong_sign", text, _call(i, n, op=other))
@@ -74,7 +74,7 @@ def signs(graph: Reading, sites: list[tuple[Any, int]]) -> Iterator[Edit]:
     for place, i in sites:
         text = f"`{graph.text(i)}` has the other sign{graph.use(place)}"
         yield Edit("wrong_sign", text, lambda v, p=place, i=i: {p: -v[i]})
-    subs = [(i, n) for i, n in enumerate(graph.nodes) if n.op in _OTHER]
+    subs = [(i, n) for i, n in nodes if n.op in _OTHER]
     for (i, n), (j, m) in itertools.combinations(subs, 2):  # two signs of a rotation
         one, two = (_call(k, x, op=_OTHER[x.op]) for k, x in ((i, n), (j, m)))
         text = f"`{graph.text(i)}` and `{graph.text(j)}` have the other signs"

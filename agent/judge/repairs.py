@@ -100,7 +100,7 @@ def _edits(replay: Replay) -> Iterator[Edit]:
     yield from edits.stores(replay)
     yield from edits.branches(graph, nodes)
     yield from edits.superfluous(graph, nodes)
-    yield from edits.signs(graph, sites)
+    yield from edits.signs(graph, nodes, sites)
     yield from edits.swaps(graph, nodes)
     yield from edits.dropped(graph, nodes)
     yield from edits.operations(graph, nodes)
