@@ -175,6 +175,14 @@ class Prompted(Event, frozen=True):
     characters: int
 
 
+class Switched(Event, frozen=True):
+    """Of conversations that are held at once, another goes on: what follows is of it."""
+
+    type: Literal["conversation"] = "conversation"
+    number: int
+    """From 0, in the order of their prompts."""
+
+
 class Requested(Event, frozen=True):
     """A call of a model begins; `worst_usd` is set aside for it."""
 

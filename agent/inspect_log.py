@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from coda_agent.agent import events as e
-from coda_agent.agent.authors.claude.conversation import Conversation
+from coda_agent.agent.authors.claude.samples import Talks
 from coda_agent.agent.budget import tokens
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.run_page import changed
@@ -88,15 +88,14 @@ class _Told:
         self.output: JsonObject = {}
         self.finding = self._candidate = ""
         self._start = datetime.fromisoformat(start)
-        self._talk, self._said = Conversation(), 0
+        self._talks, self._said = Talks(), dict[int, int]()
         self._asked, self._names = JsonObject(), dict[str, str]()
 
     def apply(self, event: e.Event) -> None:
         """Take the next event."""
-        self._talk.apply(event)
+        self._talks.apply(event)
         match event:
             case e.Prompted():
-                self._said = 0
                 system = [block["text"] for block in event.request.get("system", ())]
                 self.messages.append({"role": "system", "content": "\n\n".join(system)})
                 self._listened()
@@ -104,6 +103,8 @@ class _Told:
                 self._responded(event)
             case e.Turned():
                 self._listened()
+            case e.Switched(number=number):
+                self._info(event, event.type, f"conversation {number + 1}")
             case e.ToolStarted():
                 self._asked[event.id] = event.input
             case e.ToolFinished():
@@ -134,9 +135,10 @@ class _Told:
 
     def _listened(self) -> None:
         """Add what the model was sent by now."""
-        for message in self._talk.messages[self._said :]:
+        talks = self._talks
+        for message in talks.present.messages[self._said.get(talks.now, 0) :]:
             self.messages += _of_user(message["content"], self._names)
-        self._said = len(self._talk.messages)
+        self._said[talks.now] = len(talks.present.messages)
 
     def _responded(self, event: e.Responded) -> None:
         about = _of_model(event)
@@ -154,7 +156,7 @@ class _Told:
             output=self.output, working_time=event.seconds,
         )  # fmt: skip
         self.messages.append(about)
-        self._said = len(self._talk.messages)
+        self._said[self._talks.now] = len(self._talks.present.messages)
 
     def _called(self, event: e.ToolFinished) -> None:
         given = self._asked.pop(event.id, None)
@@ -166,7 +168,9 @@ class _Told:
         self._happened(
             event, "tool", **call, result=event.text, working_time=event.seconds, **error
         )
-        if event.id not in self._talk.calls:  # of an agent elsewhere, whose words are not known
+        if (
+            event.id not in self._talks.present.calls
+        ):  # of an agent elsewhere, whose words are not known
             self.messages += [
                 {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": call["id"], "function": event.name,

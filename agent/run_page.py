@@ -102,6 +102,8 @@ def _said(event: e.Event) -> Section | None:
             return {"limit": "A limit", "gave.up": "Given up"}[event.type], reason
         case e.AuthorStarted():
             return "The author", event.author
+        case e.Switched():
+            return f"Conversation {event.number + 1}", "goes on, or begins"
         case e.RunFailed():
             return "The run failed", f"{event.error}: {event.message}"
         case e.RunFinished(reason=str(reason)):

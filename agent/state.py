@@ -95,8 +95,8 @@ class RunState:
         writing: Whether the author is at work and has neither saved a text nor called a tool.
         metered: Whether the program itself drives the author. What an agent at the tools spends on
             its model is not known here.
-        reserved_usd: Dollars set aside for the call that is under way.
-        opened_usd: Dollars that were spent before the present conversation with a model.
+        talks: How many conversations with models there were. `talk` is the present one, from 0.
+        under_way: Dollars set aside for calls that are under way, by conversation.
     """
 
     run: str | None = None
@@ -126,8 +126,9 @@ class RunState:
     writing: bool = False
     metered: bool = False
     spent: Spent = field(default_factory=lambda: Spent(received=0))
-    reserved_usd: float | None = 0.0
-    opened_usd: float = 0.0
+    talks: int = 0
+    talk: int = 0
+    under_way: dict[int, float | None] = field(default_factory=dict[int, float | None])
     steps: int = 0
     """Answers of a model."""
     time: datetime | None = None
@@ -186,8 +187,9 @@ class RunState:
             case e.RunStarted():
                 self._started(event)
             case e.RunResumed():
-                self._spend(usd=self.reserved_usd)
-                self.reserved_usd = 0.0
+                for usd in self.under_way.values():
+                    self._spend(usd=usd)
+                self.under_way.clear()
                 if self.outcome in ("stopped", "failed"):
                     self.outcome, self.reason, self.failure = "running", None, None
                     self.finished = False
@@ -201,8 +203,12 @@ class RunState:
                     self.metered = True
                     self.spent = self.spent.model_copy(update={"usd": 0.0, "tokens": 0})
             case e.Prompted():
-                self.opened_usd = self.spent.usd or 0.0
+                self.talk, self.talks = self.talks, self.talks + 1
                 self._spend(received=event.characters)
+            case e.Switched():
+                self.talk = event.number
+                if self.gave_up:  # another goes on
+                    self.over, self.gave_up = None, False
             case e.Turned():
                 self._spend(received=len(event.note))
             case e.ToolStarted():
@@ -227,14 +233,16 @@ class RunState:
             case e.GaveUp():
                 self.gave_up, self.over = True, f"gave up: {event.reason}"
             case e.Requested():
-                self.reserved_usd = event.worst_usd
+                self.under_way[self.talk] = event.worst_usd
             case e.Responded():
                 self._spend(usd=event.usd, tokens=tokens(event.usage))
-                self.steps, self.reserved_usd = self.steps + 1, 0.0
+                self.steps += 1
+                self.under_way.pop(self.talk, None)
             case e.RequestFailed():
                 self._spend(usd=event.usd, tokens=tokens(event.usage))
             case e.RunFinished():
-                self.finished, self.reason, self.reserved_usd = True, event.reason, 0.0
+                self.finished, self.reason = True, event.reason
+                self.under_way.clear()
                 self.outcome = "stopped" if self.outcome == "running" else self.outcome
             case e.RunFailed():
                 self.outcome, self.failure = "failed", event

@@ -1,7 +1,8 @@
 """The author Claude: a model of the Messages API at the workbench.
 
 - `loop`: the author, a step function over what its run's events say.
-- `ladder`: the composer, then several models, in one run.
+- `ladder`: the composer, then several models, in one run. `samples`: their conversations, of which
+  several may be held at once.
 - `purse`: what it may spend, and the most that a call can cost.
 - `opening`: the parameters of every call. `conversation`: what was said, a fold over these events.
 - `client`: one turn of the model over HTTP. `answer`: what a turn's stream amounts to.

@@ -10,8 +10,9 @@ import json
 from datetime import datetime
 
 from coda_agent.agent import events as e
-from coda_agent.agent.budget import cached, context
+from coda_agent.agent.budget import cached, context, tokens
 from coda_agent.agent.judge.records import JsonObject
+from coda_agent.agent.state import Spent
 
 CUT = (
     "not run: your turn was cut off ({why}), so this call may be incomplete. "
@@ -29,8 +30,6 @@ class Conversation:
     """What was said, and what is still owed an answer.
 
     Attributes:
-        begun: For each conversation of the run, how many attempts there were before it. All else
-            is of the last one.
         request: The parameters of every call but for `messages`; None before the first.
         messages: The history.
         calls: The tool calls of the last turn, by id, in order.
@@ -41,14 +40,13 @@ class Conversation:
             then the last.
         ended: Whether that last turn was taken.
         opening: The tokens of what every call starts with.
+        spent: Dollars and tokens of its calls.
+        reserved: Dollars set aside for its call that is under way.
+        gave_up: Its last word, where that was to give up.
+        candidate: What it has for one.
     """
 
     def __init__(self) -> None:
-        self.begun: list[int] = []
-        self._attempts = 0
-        self._begin()
-
-    def _begin(self) -> None:
         self.request: JsonObject | None = None
         self.messages: list[JsonObject] = []
         self.calls: dict[str, JsonObject] = {}
@@ -63,21 +61,31 @@ class Conversation:
         self._answered = ""
         self.idle = self.failures = self.overflows = 0
         self._digest = hashlib.sha256()
+        self.spent = Spent()
+        self.reserved: float | None = 0.0
+        self.gave_up, self.candidate = "", ""
 
     def apply(self, event: e.Event) -> None:
         """Take the next event."""
         match event:
             case e.Prompted():
-                self._begin()
-                self.begun.append(self._attempts)
+                self.__init__()
                 self.request, self.new_characters = event.request, event.characters
                 self._digest.update(json.dumps(self.request).encode())
                 for message in event.messages:
                     self._say(message["role"], message["content"])
-            case e.Judged():
-                self._attempts += 1
+            case e.Requested():
+                self.reserved = event.worst_usd
+            case e.RequestFailed():
+                self.spent = self.spent.plus(usd=event.usd, tokens=tokens(event.usage))
             case e.Responded():
+                self.spent = self.spent.plus(usd=event.usd, tokens=tokens(event.usage))
+                self.reserved = 0.0
                 self._response(event)
+            case e.CandidateSaved():
+                self.candidate = event.text
+            case e.GaveUp():
+                self.gave_up = event.reason
             case e.ToolStarted(id=id) if id in self.calls:
                 self.started.add(id)
             case e.ToolFinished(id=id) if id in self.calls:
@@ -88,11 +96,20 @@ class Conversation:
                 self.limit = event.reason
             case e.Turned():
                 self._turn(event.note)
+            case e.RunFinished():
+                self.reserved = 0.0
             case e.RunResumed():  # with a budget that may be larger
+                self.spent = self.spent.plus(usd=self.reserved)
+                self.reserved = 0.0
                 self.limit, self.told, self.ended = None, False, False
                 self.idle = self.failures = self.overflows = 0
             case _:
                 pass
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody goes on with it: it gave up, or its model refuses."""
+        return bool(self.gave_up) or self.stop_reason == "refusal"
 
     @property
     def owed(self) -> list[JsonObject]:

@@ -4,10 +4,10 @@
 - A model begins a conversation of its own. Instead of what others said it is given the candidate
   that came furthest, and what the judge found wrong with it.
 - A cheap model, that is every one but the last, may have several samples: conversations that begin
-  alike, with what the models before left. So may a model that is alone. They come one after the
-  other, because a run's log, and so its resumption, knows one conversation at a time.
+  alike, with what the models before left, and are held at once. A model that is alone has all of
+  its samples at once but the last, which is given what they left.
 - A conversation's share is what is left, divided by those to come. Whoever gives up, or refuses to
-  answer, leaves the run to the next; the last one's word stands.
+  answer, leaves the run to the others; the last one's word stands.
 - A pass ends it, unless a model's times say that there is something to win. Then the next one is
   given the program and its times, and the faster program is kept.
 """
@@ -15,13 +15,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from coda_agent.agent import events as e
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.client import Declined
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.authors.claude.loop import Claude, stops
+from coda_agent.agent.authors.claude.samples import Talks, hold
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.state import Attempt
@@ -44,6 +45,14 @@ of the two is kept. Its times are below; profile says what they are made of. Giv
 is to be won."""
 
 
+class Rung(NamedTuple):
+    """A model's conversations that are held at once: their numbers from `start` to `stop`."""
+
+    model: str
+    start: int
+    stop: int
+
+
 class Ladder(Author):
     """The author.
 
@@ -55,40 +64,48 @@ class Ladder(Author):
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        *cheap, last = enumerate(options.models)
-        self.talks = [rung for rung in cheap or [last] for _ in range(options.samples)]
-        self.talks += [last] * bool(cheap)
+        *cheap, last = options.models
+        many = [(model, options.samples) for model in cheap] or [(last, options.samples - 1)]
+        self.rungs, start = list[Rung](), 0
+        for model, count in (*many, (last, 1)):
+            if count:
+                self.rungs.append(Rung(model, start, start := start + count))
         for model in options.models:
             self._claude(model, options.budget.usd)  # whether it can be
-        budget = options.budget
-        named = (m + f" ({n} times)" * (n > 1) for (_, m), n in Counter(self.talks).items())
+        budget, sums = options.budget, Counter[str]()
+        for rung in self.rungs:
+            sums[rung.model] += rung.stop - rung.start
+        named = (m + f" ({n} times)" * (n > 1) for m, n in sums.items())
         self.limits = f"the composer, then {', '.join(named)}: at most ${budget.usd:.2f}, "
         self.limits += f"{budget.minutes:g} minutes"
 
     def settings(self) -> JsonObject:
         return {"options": asdict(self.options)}
 
-    def _claude(self, model: str, usd: float) -> Claude:
-        budget = replace(self.options.budget, usd=usd)
+    def _claude(self, model: str, usd: float, tokens: int | None = None) -> Claude:
+        budget = replace(self.options.budget, usd=usd, tokens=tokens)
         return Claude(replace(self.options, model=model, budget=budget))
 
     def work(self, bench: "Workbench") -> "Work[None]":
         """Work until a candidate passes or the last model has ended."""
-        talk = Conversation()
-        bench.log.follow(talk)
-        if not talk.begun:
+        talks = Talks()
+        bench.log.follow(talks)
+        if not talks.held:
             yield from self._compose(bench)
-        reason = bench.state.over
-        # Nobody goes on with a conversation that ended its part of the run.
-        for number in range(max(1, len(talk.begun) + bool(reason)), len(self.talks) + 1):
+        reason, passed = bench.state.over, bench.state.passed
+        for rung in self.rungs:
+            begun, later = len(talks.held), self.rungs[-1].stop - rung.stop
+            # Nobody goes on with a rung that has passed, or before one that has begun.
+            if rung.stop < begun or (passed and rung.start < begun):
+                continue
             # What the composer wrote costs nothing, and so ends it.
-            if (kept := bench.state.kept) and not (talk.begun and slow(kept)):
+            if (kept := bench.state.kept) and not (begun and slow(kept)):
                 break
             with stops(bench):
                 try:
-                    reason = yield from self._converse(bench, talk, number)
+                    reason = yield from self._hold(bench, talks, rung, later)
                 except CodaError as error:
-                    if isinstance(error, Declined) and number < len(self.talks):
+                    if isinstance(error, Declined) and later:
                         reason = str(error)
                     elif bench.state.kept:  # which stands, whatever becomes of those after it
                         break
@@ -98,18 +115,33 @@ class Ladder(Author):
             bench.keep(kept)
         bench.finish(bench.state.over or reason)
 
-    def _converse(self, bench: "Workbench", talk: Conversation, number: int) -> "Work[str | None]":
-        """Begin a conversation or go on with it; the reason of its end."""
-        rung = self.talks[number - 1]
-        left = self.options.budget.usd - (bench.state.spent.usd or 0.0)
-        share = self.options.budget.usd - left + left / (len(self.talks) - number + 1)
-        who = self._claude(rung[1], share)
-        bench.log.append(e.AuthorStarted(author=f"claude:{who.options.model}"))
-        if number > len(talk.begun):
-            first = self.talks.index(rung)  # with whose start its other samples begin
-            before = talk.begun[first] if first < len(talk.begun) else None
-            who.open(bench, left_behind(bench, bench.state.attempts[:before]))
-        return (yield from who.converse(bench, talk))
+    def _hold(self, bench: "Workbench", talks: Talks, rung: Rung, later: int) -> "Work[str | None]":
+        """Begin a rung's conversations or go on with them; the reason of the last one's end."""
+        bench.log.append(e.AuthorStarted(author=f"claude:{rung.model}"))
+        models = dict[int, Claude]()
+        left = [n for n in range(rung.start, rung.stop) if not talks.number(n).over]
+        for n in left:
+            models[n] = who = self._share(bench, rung.model, talks.number(n), len(left) + later)
+            if n >= len(talks.held):
+                if n > rung.start:
+                    bench.log.append(e.Switched(number=n))
+                # Samples begin with what the first one did.
+                before = next(iter(talks.begun[rung.start :]), None)
+                who.open(bench, left_behind(bench, bench.state.attempts[:before]))
+        if len(left) > 1:
+            return (yield from hold(bench, talks, models))
+        for n, who in models.items():
+            return (yield from who.converse(bench, talks.turn_to(bench, n)))
+        return bench.state.over
+
+    def _share(self, bench: "Workbench", model: str, talk: Conversation, among: int) -> Claude:
+        """Make an author with a share of what is left, beside what it has spent."""
+        budget, spent = self.options.budget, bench.state.spent
+        usd = (talk.spent.usd or 0.0) + (budget.usd - (spent.usd or 0.0)) / among
+        tokens = None
+        if budget.tokens:
+            tokens = (talk.spent.tokens or 0) + (budget.tokens - (spent.tokens or 0)) // among
+        return self._claude(model, usd, tokens and max(1, tokens))
 
     def _compose(self, bench: "Workbench") -> "Work[None]":
         bench.log.append(e.AuthorStarted(author=Composer.name))

@@ -14,7 +14,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from coda_agent.agent import events as e
 from coda_agent.agent import prompt
@@ -42,6 +43,19 @@ NO_KEY = "a model of Anthropic's needs ANTHROPIC_API_KEY, which is not set"
 NO_KEY_HINT = (
     "without one: --author composer, or let an agent you have write it over MCP (coda-agent mcp)"
 )
+
+
+class Call(NamedTuple):
+    """A call of the model: what is sent, the most that it can take, and when it began.
+
+    Attributes:
+        worst: In tokens, as a usage block. `usd` is its price, where that is known.
+    """
+
+    request: JsonObject
+    worst: JsonObject
+    usd: float | None
+    start: float
 
 
 @contextlib.contextmanager
@@ -108,31 +122,41 @@ class Claude(Author):
 
     def converse(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
         """Go on with a conversation to its end; the reason of that."""
-        for call in [call for call in talk.owed if call["id"] in talk.started]:
-            bench.refuse(call["id"], call["name"], INTERRUPTED)
-        while (reason := (yield from self._step(bench, talk))) is None:
-            pass
+        self.interrupted(bench, talk)
+        while not (reason := (yield from self.advance(bench, talk))):
+            call = self.call(bench, talk)
+            if isinstance(call, str):
+                return call
+            failed = partial(self.failed, bench, talk, call)
+            self.book(bench, call, self.client.respond(call.request, self.left_s(bench), failed))
         return reason
 
-    def _step(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
-        """The next thing to do; the reason where there is none."""
-        if talk.owed:
-            yield from self._run(bench, talk, talk.owed[0])
-        elif bench.state.over:
-            return bench.state.over
-        elif talk.ended:
-            return f"budget: {talk.limit}"
-        elif talk.overflows > 1:
-            return "the context window is full, and summarising it did not help"
-        elif not talk.limit and (limit := self.purse.limit(bench.state, talk)):
-            if not bench.state.steps:
-                return f"budget: {limit}"  # nothing is spent on a turn that cannot be followed up
-            bench.log.append(e.LimitReached(reason=limit))
-        elif talk.open or (talk.limit and not talk.told):
-            bench.log.append(e.Turned(note=self._note(bench, talk)))
-        else:
-            return self._ask(bench, talk)
-        return None
+    def interrupted(self, bench: Workbench, talk: Conversation) -> None:
+        """Answer the calls of tools that a kill has interrupted."""
+        for call in [call for call in talk.owed if call["id"] in talk.started]:
+            bench.refuse(call["id"], call["name"], INTERRUPTED)
+
+    def advance(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
+        """Do what comes before the model's next turn; the reason where it has none."""
+        while True:
+            if talk.owed:
+                yield from self._run(bench, talk, talk.owed[0])
+            elif bench.state.over or talk.gave_up:
+                return bench.state.over or f"gave up: {talk.gave_up}"
+            elif talk.ended:
+                return f"budget: {talk.limit}"
+            elif talk.overflows > 1:
+                return "the context window is full, and summarising it did not help"
+            elif not talk.limit and (limit := self.purse.limit(bench.state, talk)):
+                if not talk.stop_reason:
+                    return (
+                        f"budget: {limit}"  # nothing is spent on a turn that cannot be followed up
+                    )
+                bench.log.append(e.LimitReached(reason=limit))
+            elif talk.open or (talk.limit and not talk.told):
+                bench.log.append(e.Turned(note=self._note(bench, talk)))
+            else:
+                return None
 
     def _run(self, bench: Workbench, talk: Conversation, call: JsonObject) -> Work[None]:
         known = bench.tools.get(call["name"])
@@ -143,55 +167,70 @@ class Claude(Author):
 
     def _note(self, bench: Workbench, talk: Conversation) -> str:
         """What follows the results of the model's calls."""
-        said = self.purse.said(bench.state)
+        said = self.purse.said(talk.spent)
         if talk.limit:
             said = LIMIT.format(reason=talk.limit)
         elif not talk.calls:
             said = IDLE if talk.stop_reason == "end_turn" else CUT.format(why=talk.stop_reason)
         return said
 
-    def _ask(self, bench: Workbench, talk: Conversation) -> str | None:
-        """Call the model once; a reason where that cannot be paid for."""
-        budget, most = self.options.budget, self.purse.room(bench.state, talk)
-        if not most or bench.state.steps >= budget.steps:
+    def call(self, bench: Workbench, talk: Conversation) -> Call | str:
+        """Begin a call of the model; a reason where that cannot be paid for."""
+        state, most = bench.state, self.purse.room(bench.state, talk)
+        if not most or state.steps + len(state.under_way) >= self.options.budget.steps:
             return f"budget: {talk.limit}"
         assert talk.request is not None
         worst, most_usd = self.purse.worst(bench.state, talk, most)
-        request = {**talk.request, "max_tokens": most, "messages": talk.messages}
+        request = {**talk.request, "max_tokens": most, "messages": [*talk.messages]}
         reserved = most_usd and round(most_usd, 4)
         bench.log.append(e.Requested(digest=talk.digest, max_tokens=most, worst_usd=reserved))
-        start = time.monotonic()
+        return Call(request, worst, most_usd, time.monotonic())
 
-        def bill(usage: JsonObject | None) -> JsonObject:
-            # What cannot be known, or priced, was reserved, and is taken to have cost just that.
-            with contextlib.suppress(CodaError):
-                if usage is not None:
-                    return {"usage": usage, "usd": self.prices and self.prices.cost(usage)}
-            return {"usage": worst, "usd": most_usd}
+    def left_s(self, bench: Workbench) -> float:
+        """The seconds that are left of the run."""
+        return 60 * self.options.budget.minutes - bench.state.spent.wall_s
 
-        def failed(error: str, wait_s: float | None, usage: JsonObject | None) -> None:
-            bench.log.append(e.RequestFailed(error=error, wait_s=wait_s, **bill(usage)))
-            request["max_tokens"] = self.purse.room(bench.state, talk)
-            if wait_s is not None and not request["max_tokens"]:
-                raise Stopped(f"no money for another attempt: {error}")
+    def _bill(self, call: Call, usage: JsonObject | None) -> JsonObject:
+        # What cannot be known, or priced, was reserved, and is taken to have cost just that.
+        with contextlib.suppress(CodaError):
+            if usage is not None:
+                return {"usage": usage, "usd": self.prices and self.prices.cost(usage)}
+        return {"usage": call.worst, "usd": call.usd}
 
-        message = self.client.respond(
-            request, 60 * budget.minutes - bench.state.spent.wall_s, failed
-        )
+    def failed(
+        self, bench: Workbench, talk: Conversation, call: Call, *, error: str,
+        wait_s: float | None, usage: JsonObject | None,
+    ) -> None:  # fmt: skip
+        """Record an attempt that failed, and what the next one may take.
+
+        Raises:
+            Stopped: there is no money for it.
+        """
+        bench.log.append(e.RequestFailed(error=error, wait_s=wait_s, **self._bill(call, usage)))
+        call.request["max_tokens"] = self.purse.room(bench.state, talk)
+        if wait_s is not None and not call.request["max_tokens"]:
+            raise Stopped(f"no money for another attempt: {error}")
+
+    def book(self, bench: Workbench, call: Call, message: JsonObject) -> None:
+        """Record the model's answer.
+
+        Raises:
+            Declined: the model refused.
+        """
         details, refused = message["stop_details"] or {}, message["stop_reason"] == "refusal"
-        about: JsonObject = message | bill(message["usage"])
+        about: JsonObject = message | self._bill(call, message["usage"])
         about |= {"content": []} if refused else {}
-        bench.log.append(e.Responded(**about, seconds=round(time.monotonic() - start, 3)))
+        seconds = round(time.monotonic() - call.start, 3)
+        bench.log.append(e.Responded(**about, seconds=seconds))
         if refused:
             said = details.get("explanation") or details.get("category") or "no reason given"
             raise Declined(f"the model refused: {said}")
-        return None
 
     def open(self, bench: Workbench, before: str = "") -> None:
         """Check the model and fix what calls start with, `before` included."""
         info = self._model(bench)
         sent = prompt.request(bench.spec, bench.withheld)
-        request = parameters(sent, self.purse, info, bench.state.spent, elsewhere=self.elsewhere)
+        request = parameters(sent, self.purse, info, elsewhere=self.elsewhere)
         told = self.purse.announced(bench.state)
         more = "\n\n".join(part for part in (before, told) if part)
         sent["messages"][0]["content"].append({"type": "text", "text": more})

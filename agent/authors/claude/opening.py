@@ -3,7 +3,6 @@
 from coda_agent.agent.authors.claude.client import FALLBACKS
 from coda_agent.agent.authors.claude.purse import Purse
 from coda_agent.agent.judge.records import JsonObject
-from coda_agent.agent.state import Spent
 
 COMPACT_AT = 0.6
 """Share of the context window at which the server summarises what came before."""
@@ -20,10 +19,8 @@ TOLD = frozenset(
 BETAS = ["context-management-2025-06-27", "compact-2026-01-12"]
 
 
-def parameters(
-    sent: JsonObject, purse: Purse, info: JsonObject, spent: Spent, *, elsewhere: bool
-) -> JsonObject:
-    """Choose them by `prompt.request`, what the API says, and what others spent.
+def parameters(sent: JsonObject, purse: Purse, info: JsonObject, *, elsewhere: bool) -> JsonObject:
+    """Choose them by `prompt.request`, and by what the API says.
 
     Of another server (`elsewhere`) nothing is asked but what it says it can do.
     """
@@ -59,16 +56,15 @@ def parameters(
     if isinstance(allowed, list) and options.fallback in allowed:
         request["fallbacks"] = [{"model": options.fallback}]
         request["betas"] = [*request.get("betas", ()), FALLBACKS]
-    if "output_config" in request and (total := _task_budget(purse, spent)):
+    if "output_config" in request and (total := _task_budget(purse)):
         request["output_config"] = {"effort": options.effort, "task_budget": total}
         request["betas"] = [*request.get("betas", ()), TASK_BUDGETS]
     return request
 
 
-def _task_budget(purse: Purse, spent: Spent) -> JsonObject | None:
-    """The tokens of answers that the dollars left buy, for a countdown."""
+def _task_budget(purse: Purse) -> JsonObject | None:
+    """The tokens of answers that the dollars buy, for a countdown."""
     if not purse.prices or purse.options.model not in TOLD:
         return None
-    left_usd = purse.budget.usd - (spent.usd or 0.0)
-    total = round(left_usd / purse.prices.tiers(purse.options.model)[-1].output)
+    total = round(purse.budget.usd / purse.prices.tiers(purse.options.model)[-1].output)
     return {"type": "tokens", "total": min(total, 1_000_000)} if total >= 20_000 else None

@@ -7,7 +7,7 @@ from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.budget import SHORTEST, UNPRICED, Prices, tokens
 from coda_agent.agent.judge.records import JsonObject
-from coda_agent.agent.state import RunState
+from coda_agent.agent.state import RunState, Spent
 
 BUDGET = (
     "# The budget\n\n{most}; {steps} turns; {minutes:.3g} minutes. After each turn you are told "
@@ -23,7 +23,10 @@ _CHARACTERS_PER_TOKEN = 2.0
 
 
 class Purse:
-    """The money, tokens and time of an author; `prices` may be unknown."""
+    """What a conversation may spend; `prices` may be unknown.
+
+    Dollars and tokens are its own, steps and time those of the run.
+    """
 
     def __init__(self, options: Options, prices: Prices | None) -> None:
         self.options, self.budget, self.prices = options, options.budget, prices
@@ -39,20 +42,18 @@ class Purse:
 
     def announced(self, state: RunState) -> str:
         """What the model is told of it before it begins: what others left to it."""
-        budget, spent = self.budget, state.spent
-        most = f"{self.most_tokens - (spent.tokens or 0)} tokens"
+        budget = self.budget
+        most = f"{self.most_tokens} tokens"
         if self.prices:
             price = self.prices.tiers(self.options.model)[-1]
-            usd = budget.usd - (spent.usd or 0.0)
-            most = f"${usd:.2f}, at ${1e6 * price.output:g} for a million tokens of answers"
-        minutes = budget.minutes - spent.wall_s / 60
+            most = f"${budget.usd:.2f}, at ${1e6 * price.output:g} for a million tokens of answers"
+        minutes = budget.minutes - state.spent.wall_s / 60
         return BUDGET.format(most=most, steps=budget.steps - state.steps, minutes=minutes)
 
-    def said(self, state: RunState) -> str:
+    def said(self, spent: Spent) -> str:
         """What the model has spent, as it is told after each turn."""
-        spent, before = state.spent, state.opened_usd
         if spent.usd is not None:
-            return f"[${spent.usd - before:.2f} of ${self.budget.usd - before:.2f} spent]"
+            return f"[${spent.usd:.2f} of ${self.budget.usd:.2f} spent]"
         return f"[{spent.tokens} of {self.most_tokens} tokens used]"
 
     def worst(
@@ -98,7 +99,7 @@ class Purse:
             if not talk.told:
                 usage, usd = self.worst(state, talk, shortest, after=most)
                 used, cost = used + tokens(usage), cost + (usd or 0.0)
-            spent = state.spent.plus(usd=cost, tokens=used)
+            spent = talk.spent.plus(usd=cost, tokens=used)
             return (spent.usd or 0.0) > self.budget.usd or (spent.tokens or 0) > self.most_tokens
 
         lengths = range(shortest, longest + 1)
@@ -107,14 +108,15 @@ class Purse:
 
     def limit(self, state: RunState, talk: Conversation) -> str | None:
         """The budget that leaves room for one more call and no second."""
-        budget, spent = self.budget, state.spent
+        budget, spent = self.budget, talk.spent
         if not self.room(state, talk):
             usage, usd = self.worst(state, talk, min(SHORTEST, budget.answer))
             if usd is None or (spent.tokens or 0) + 2 * tokens(usage) > self.most_tokens:
                 return f"{self.most_tokens:.0f} tokens; {spent.tokens} used"
             return f"${budget.usd:.2f}; ${spent.usd:.2f} spent, the next call may cost ${usd:.2f}"
-        if state.steps + 1 >= budget.steps:
+        if state.steps + len(state.under_way) + 1 >= budget.steps:
             return f"{budget.steps} steps"
+        spent = state.spent
         if spent.wall_s >= 60 * budget.minutes:
             return f"{budget.minutes:g} minutes"
         if spent.gpu_s > 60 * budget.gpu_minutes:

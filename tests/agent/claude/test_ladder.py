@@ -1,6 +1,9 @@
 """The ladder: the composer for nothing, then models, each with what the others left."""
 
+import json
+import threading
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,22 @@ from typer.testing import CliRunner
 from coda_agent.agent import authors, judge, pipeline, run_page
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.client import Stopped
+from coda_agent.agent.authors.claude.samples import Talks
 from coda_agent.agent.cli import app
-from coda_agent.agent.events import AuthorStarted, GaveUp, Responded, ToolFinished
+from coda_agent.agent.events import (
+    AuthorStarted,
+    GaveUp,
+    Prompted,
+    Requested,
+    Responded,
+    RunResumed,
+    Switched,
+    ToolFinished,
+)
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.records import (
     VERSIONS,
+    JsonObject,
     PerformanceReport,
     Rates,
     Ratio,
@@ -129,36 +143,156 @@ def test_an_interrupted_climb_goes_on_with_its_rung(where: Workspace, served: Se
     assert where.kernel("gemm_maxout").evidence.author == f"claude:{SONNET}"
 
 
-def test_samples_of_a_cheap_model_begin_alike(where: Workspace, served: Serve) -> None:
-    """Each is given what the models before it left, also where the run was interrupted."""
-    solution = SOLUTION.read_text("utf-8")
-    opus, wrong = "claude-opus-5-5", ["import os\n" + solution, "import re\n" + solution]
-    tried = [
-        Reply([call("write_candidate", {"text": text}, "a"), call("submit", {}, "b"),
-               call("give_up", {"reason": "no"}, "c")]) for text in wrong
-    ]  # fmt: skip
-    look = Reply([call("read_candidate", {}, "d")])
-    give_up = Reply([call("give_up", {"reason": "no"}, "e")])
-    script = [tried[0], look, error(400, "invalid_request_error")]
-    server = served(lambda _, number: script[number])
-    who = made(where, models=(HAIKU, SONNET, opus), samples=2)
-    assert f"then {HAIKU} (2 times), {SONNET} (2 times), {opus}: at most" in who.limits
+def of_user(body: JsonObject) -> str:
+    """All that a request says for us."""
+    return json.dumps([m["content"] for m in body["messages"] if m["role"] == "user"])
+
+
+def test_samples_of_a_cheap_model_are_held_at_once(where: Workspace, served: Serve) -> None:
+    """They begin alike, wait for no other's answer, and keep their own candidates."""
+    solution, opus = SOLUTION.read_text("utf-8"), "claude-opus-5-5"
+    texts, both = [f"import {x}\n{solution}" for x in ("os", "re")], threading.Barrier(2)
+    write = [Reply([call("write_candidate", {"text": text}, "a")]) for text in texts]
+    submit = Reply([call("read_candidate", {}, "b"), call("submit", {}, "c")])
+    give_up = Reply([call("give_up", {"reason": "no"}, "d")])
+
+    def script(body: JsonObject, _: int) -> Reply:
+        turn = len(body["messages"]) // 2
+        if body["model"] != HAIKU:
+            return give_up
+        if turn < 2:
+            place = both.wait(10)  # neither is answered before both have asked
+            return replace(write[place] if turn == 0 else submit)
+        return give_up
+
+    server = served(script)
+    who = made(where, models=(HAIKU, opus), samples=2)
+    assert f"then {HAIKU} (2 times), {opus}: at most" in who.limits
+    outcome = climb(where, who)
+    assert (outcome.passed, outcome.reason) == (False, "gave up: no")
+    sent = server.requests()
+    assert [body["model"] for body in sent] == [HAIKU] * 6 + [opus]
+    first, second = sent[:2]
+    assert first["messages"] == second["messages"] and first["tools"] == second["tools"]
+    ends = [body for body in sent if body["model"] == HAIKU and len(body["messages"]) == 5]
+    for one, other in (texts, texts[::-1]):  # each read its own
+        (mine,) = [of_user(body) for body in ends if json.dumps(one)[1:-1] in of_user(body)]
+        assert json.dumps(other)[1:-1] not in mine and "FAILED at static" in mine
+    assert any(text.strip() in sent[-1]["messages"][0]["content"][1]["text"] for text in texts)
+    talks = Talks()
+    for event in log_of(where):
+        talks.apply(event)
+    assert {talk.candidate for talk in talks.held[:2]} == {*texts} and len(talks.held) == 3
+    assert [talk.spent.tokens for talk in talks.held] == [450, 450, 150]
+    assert RunState.of(log_of(where)).spent.tokens == 1050
+
+
+def test_a_sample_that_passes_ends_the_others(where: Workspace, served: Serve) -> None:
+    """The answer that the other waits for is booked, and what it asks for is not done."""
+    passed = threading.Event()
+    right = [call("write_candidate", {"text": SOLUTION.read_text("utf-8")}, "a"),
+             call("submit", {}, "b")]  # fmt: skip
+
+    def script(body: JsonObject, number: int) -> Reply:
+        if number == 0:
+            return Reply(right)
+        assert passed.wait(60)
+        return Reply([call("give_up", {"reason": "late"}, "c")])
+
+    server = served(script)
+    who = made(where, models=(HAIKU, SONNET), samples=2)
+
+    def observer(kind: str, *_: object) -> None:
+        if kind == "committed":
+            passed.set()
+
+    outcome = pipeline.generate(where, MAXOUT, who, observer, device="cpu")
+    assert outcome.passed and outcome.commit and outcome.reason is None
+    assert len(server.requests()) == 2
+    state = RunState.of(log_of(where))
+    assert state.steps == 2 and state.spent.tokens == 300 and state.under_way == {}
+    assert not [event for event in log_of(where) if isinstance(event, GaveUp)][1:]
+    assert where.kernel("gemm_maxout").evidence.author == f"claude:{HAIKU}"
+
+
+def test_samples_share_what_is_left(where: Workspace, served: Serve) -> None:
+    """Two samples and the last have a third each, however their calls fall."""
+    pages = Reply([], usage={"output_tokens": 4000})
+    served(lambda _, number: replace(pages, content=[call("list_demos", {}, f"d{number}")]))
+    budget = authors.Budget(usd=1.5)
+    outcome = climb(
+        where, made(where, models=(SONNET, "claude-opus-5-5"), samples=2, budget=budget)
+    )
+    assert not outcome.passed and str(outcome.reason).startswith("budget: $0.6")
+    talks = Talks()
+    for event in log_of(where):
+        talks.apply(event)
+    usd = [talk.spent.usd or 0.0 for talk in talks.held]
+    assert all(0.4 < one <= 0.5 for one in usd[:2]) and 1.3 < sum(usd) <= 1.5
+    state = RunState.of(log_of(where))
+    assert state.spent.usd == pytest.approx(sum(usd))
+
+
+def test_a_step_of_all_counts_where_several_are_under_way(where: Workspace, served: Serve) -> None:
+    server = served(lambda _, number: Reply([call("list_demos", {}, f"d{number}")]))
+    budget = authors.Budget(usd=5.0, steps=5)
+    climb(where, made(where, models=(HAIKU, SONNET), samples=3, budget=budget))
+    assert len(server.requests()) == 5
+
+
+def test_what_was_set_aside_for_calls_of_a_killed_run_is_spent() -> None:
+    now, talks, state = datetime.now(UTC).isoformat(), Talks(), RunState(metered=True)
+    prompt = Prompted(time=now, request={}, messages=[], characters=0)
+    for event in (
+        prompt, Requested(time=now, worst_usd=0.1), Switched(time=now, number=1), prompt,
+        Requested(time=now, worst_usd=0.2), Switched(time=now, number=0), RunResumed(time=now),
+    ):  # fmt: skip
+        talks.apply(event)
+        state.apply(event)
+    assert [talk.spent.usd for talk in talks.held] == [0.1, 0.2] and talks.now == 0
+    assert state.spent.usd == pytest.approx(0.3) and state.under_way == {}
+
+
+def test_samples_go_on_where_they_were_interrupted(where: Workspace, served: Serve) -> None:
+    """One was answered and the other's server fails; each goes on with its own messages."""
+    solution, asked = SOLUTION.read_text("utf-8"), threading.Barrier(2)
+
+    def script(body: JsonObject, number: int) -> Reply:
+        if len(body["messages"]) == 1 and asked.wait(10) == 0:
+            return Reply([call("write_candidate", {"text": "import os\n" + solution}, "a")])
+        return error(400, "invalid_request_error")
+
+    served(script)
+    who = made(where, models=(HAIKU, SONNET), samples=2)
     with pytest.raises(Stopped):
         climb(where, who)
-    first, second = server.requests()[:2]
-    (looked,) = server.requests()[2]["messages"][-1]["content"][:1]
-    assert first["messages"][0]["content"][0] == second["messages"][0]["content"][0]
-    assert all(len(body["messages"][0]["content"]) == 2 for body in (first, second))
-    assert "The best" not in second["messages"][0]["content"][1]["text"]
-    assert "there is no candidate yet" in looked["content"]
-    after = [give_up, tried[1], give_up, give_up]
-    server = served(lambda _, number: after[number])
-    assert not pipeline.resume(where, run_of(where), who, lambda *_: None).passed
-    sent = server.requests()
-    assert [body["model"] for body in sent] == [HAIKU, SONNET, SONNET, opus]
-    told = [body["messages"][0]["content"][1]["text"] for body in sent]
-    assert wrong[0].strip() in told[1] and wrong[0].strip() in told[2]
-    assert wrong[1].strip() not in told[2] and wrong[1].strip() in told[3]
+    submit = [
+        call("edit_candidate", {"old": "import os\n", "new": ""}, "b"),
+        call("submit", {}, "c"),
+    ]
+
+    def after(body: JsonObject, _: int) -> Reply:
+        if len(body["messages"]) > 1:
+            return Reply(submit)
+        return Reply([call("give_up", {"reason": "no"}, "d")])
+
+    server = served(after)
+    assert pipeline.resume(where, run_of(where), who, lambda *_: None).passed
+    assert sorted(len(body["messages"]) for body in server.requests()) == [1, 3]
+    assert where.kernel("gemm_maxout").text == solution
+    page = [*run_page.sections(log_of(where))]
+    assert ("Conversation 2", "goes on, or begins") in page
+
+
+def test_a_sample_that_is_refused_leaves_the_run_to_the_others(
+    where: Workspace, served: Serve
+) -> None:
+    refusal = Reply([], stop_reason="refusal", details={"type": "refusal", "category": "x"})
+    right = [call("write_candidate", {"text": SOLUTION.read_text("utf-8")}, "a"),
+             call("submit", {}, "b")]  # fmt: skip
+    both = threading.Barrier(2)
+    served(lambda *_: Reply(right) if both.wait(10) else refusal)
+    assert climb(where, made(where, models=(HAIKU, SONNET), samples=2)).passed
 
 
 def timed_judge(spec: Any, text: str, *given: Any, **more: Any) -> Verdict:
@@ -261,7 +395,7 @@ def test_each_rung_has_its_share(where: Workspace, served: Serve) -> None:
     )
     budget = authors.Budget(usd=1.5)
     outcome = climb(where, made(where, models=(SONNET, "claude-opus-5-5"), budget=budget))
-    assert not outcome.passed and str(outcome.reason).startswith("budget: $1.50")
+    assert not outcome.passed and str(outcome.reason).startswith("budget: $0.8")
     usd = {SONNET: 0.0, "claude-opus-5-5": 0.0}
     for event in log_of(where):
         if isinstance(event, Responded):
