@@ -109,6 +109,8 @@ def _row(event: e.Event) -> tuple[str, str] | None:
             return "call failed", event.error + (f"; again in {wait:.1f} s" if wait else "")
         case e.CandidateSaved():
             return "candidate", event.digest
+        case e.Switched():
+            return event.type, str(event.number + 1)
         case e.LimitReached(reason=reason) | e.GaveUp(reason=reason):
             return event.type, reason
         case e.RunFinished(reason=str(reason)):

@@ -122,7 +122,6 @@ class Claude(Author):
 
     def converse(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
         """Go on with a conversation to its end; the reason of that."""
-        self.interrupted(bench, talk)
         while not (reason := (yield from self.advance(bench, talk))):
             call = self.call(bench, talk)
             if isinstance(call, str):
@@ -131,13 +130,10 @@ class Claude(Author):
             self.book(bench, call, self.client.respond(call.request, self.left_s(bench), failed))
         return reason
 
-    def interrupted(self, bench: Workbench, talk: Conversation) -> None:
-        """Answer the calls of tools that a kill has interrupted."""
-        for call in [call for call in talk.owed if call["id"] in talk.started]:
-            bench.refuse(call["id"], call["name"], INTERRUPTED)
-
     def advance(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
         """Do what comes before the model's next turn; the reason where it has none."""
+        for call in [call for call in talk.owed if call["id"] in talk.started]:  # by a kill
+            bench.refuse(call["id"], call["name"], INTERRUPTED)
         while True:
             if talk.owed:
                 yield from self._run(bench, talk, talk.owed[0])

@@ -65,11 +65,11 @@ class Talks:
             talk.apply(event)
 
     def turn_to(self, bench: Workbench, number: int) -> Conversation:
-        """Go on with a conversation, and with its candidate."""
+        """Go on with a conversation, and with its candidate, unless another's has passed."""
         talk = self.held[number]
         if self.now != number:
             bench.log.append(e.Switched(number=number))
-            if bench.state.candidate != talk.candidate:
+            if bench.state.candidate != talk.candidate and not bench.state.passed:
                 bench.log.candidate(talk.candidate)
         return talk
 
@@ -96,8 +96,6 @@ def hold(bench: Workbench, talks: Talks, models: Mapping[int, Claude]) -> Work[s
     """
     news, under_way = SimpleQueue[_News](), dict[int, Call]()
     ready, reason, stop = list(models), None, None
-    for number in models:
-        models[number].interrupted(bench, talks.turn_to(bench, number))
     while ready or under_way:
         for number in ready:
             if stop or bench.state.passed:
@@ -155,6 +153,8 @@ def _heard(
             who.failed(bench, talk, call, **said.failed or {})
         except Stopped as stopped:
             error = stopped
+        if bench.state.passed:
+            error = Stopped("another conversation has passed")
         said.reply.put(error)
         return []
     del under_way[said.number]
