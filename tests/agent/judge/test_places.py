@@ -82,6 +82,7 @@ FAR = "from row 4096 and column 0 on"
         ("torch.round(z) * r", "round_even(acc) * r", "floor(acc + 0.5) * r", "where inputs are"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_values_beyond_the_usual_are_looked_at_further_out(
     body: str, right: str, wrong: str, case: str
 ) -> None:
