@@ -66,9 +66,12 @@ _CHAOTIC = 1e-3
 # What an approximation may be off by, by the bytes of an output's type. Half of a last digit is
 # 2^-24 of a float32 number at most, 2^-11 of a float16's and 2^-8 of a bfloat16's.
 _APPROXIMATE = {4: 2.0**-22, 2: 2.0**-12, 1: 2.0**-12}
-# Edits that may mend an approximation: the function itself in its place, or a limit taken away.
+# What is off by a smaller share of a value is on no other side of a jump.
+_JUMP = 2.0**-10
+_JUMPED = "a half is rounded, a threshold met, or one of equal values taken, otherwise"
 # Replays at moved places, of all draws.
 _RUNS = 300
+# Edits that may mend an approximation: the function itself in its place, or a limit taken away.
 _NO_MISTAKES = ("extra_term", "wrong_operation")
 
 
@@ -243,10 +246,12 @@ class _Sample:
             if bool(wrong.any()):
                 at = self.variant.first_wrong(o, wrong, out, expected)
                 message = (
-                    f"{o} is another function where inputs are {self.label}: it is {at['got']:g} "
-                    f"where {at['expected']:g} is due; a half is rounded, a threshold met, or one "
-                    "of equal values taken, otherwise"
+                    f"{o} is another function where inputs are {self.label}: it is "
+                    f"{at['got']:.9g} where {at['expected']:.9g} is due; "
                 )
+                # A small share is no jump: something small is lost beside something large.
+                share = abs(at["got"] - at["expected"]) / max(abs(at["expected"]), LEAST)
+                message += f"off by {share:.2g} of it" if share < _JUMP else _JUMPED
                 return Finding(message=message, where={**at, "seed": self.seed})
         return None
 
