@@ -210,7 +210,7 @@ def plan(
 def _models(author: authors.Author) -> tuple[str, ...]:
     """Name the models that an author may ask, in its order."""
     if isinstance(author, Ladder):
-        return tuple(model for _, model in author.talks)
+        return tuple(rung.model for rung in author.rungs for _ in range(rung.start, rung.stop))
     return (author.options.model,) if isinstance(author, Claude) else ()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -24,8 +23,9 @@ _DIVISIBLE = 11520  # by what a part of a dim is likely to be
 _LARGEST = 1 << 24
 """Elements of all inputs in a run that looks for what sizes must be multiples of; one that found a
 function of many dims to fail everywhere took 20 GB without a bound."""
-_SEARCH_S = 5.0
-"""How long it is looked for."""
+_SEARCHED = 1 << 28
+"""Elements of all these runs, some ten seconds' worth. A bound in seconds refused functions on a
+machine that had other work."""
 _FACTORS = range(2, 9)
 """How many times a dim's size an extent may be that is cut into parts."""
 _CONSTANT = 8
@@ -252,7 +252,7 @@ def find_units(dims: Dims) -> None:
     eight = any(called.dtype(x, TYPES[0]).itemsize == 1 for x in called.examples)
     least = dict.fromkeys(columns, 16) | dict.fromkeys(inner, 16 if eight else 8)
     least |= {x: 8 for x in columns if dims.sizes[x] % 16}
-    given, fault, end = dims.shapes, None, time.monotonic() + _SEARCH_S
+    given, fault, searched = dims.shapes, None, 0
     for choice in itertools.islice(itertools.product(*dims.open.values()), 64):
         own = (f"L{i}" if x == "L" else x for i, x in enumerate(choice, 1))
         chosen = dict(zip(dims.open, own, strict=True))
@@ -263,9 +263,10 @@ def find_units(dims: Dims) -> None:
             units = {x: math.lcm(least.get(x, 1), unit if x in some else 1) for x in names}
             units |= {x: math.lcm(units[x], q) for _, x, q in entries} | dims.fixed
             shapes = dims.extents(dims.distinct(units))
-            late = time.monotonic() > end or sum(map(math.prod, shapes.values())) > _LARGEST
-            if fault and late:
+            elements = sum(map(math.prod, shapes.values()))
+            if fault and (elements > _LARGEST or searched + elements > _SEARCHED):
                 continue
+            searched += elements
             try:
                 called.run(shapes, TYPES[0])
             except SpecError:

@@ -10,6 +10,7 @@ from coda_agent.agent.events import Event
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
+from coda_agent.agent.workbench.session import AFTER
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
@@ -69,6 +70,8 @@ class Replay(Author):
     def work(self, bench: "Workbench") -> "Work[None]":
         """Repeat the calls, but for tips."""
         for name, given, then in self._calls():
+            if bench.state.gave_up and then.ok and name not in AFTER:
+                bench.log.append(e.AuthorStarted())  # another conversation of a ladder went on
             result = yield from bench.call(name, given)
             now = _Came(result.ok, result.data.get("passed"))
             if result.data.get("lacks") and then.ok:
@@ -80,13 +83,17 @@ class Replay(Author):
     def _calls(self) -> "Iterator[tuple[str, object, _Came]]":
         """Name, input and outcome of each call that ended."""
         begun: e.ToolStarted | None = None
-        if not any(isinstance(event, e.ToolStarted) for event in self.events):
+        tools = any(isinstance(event, e.ToolStarted) for event in self.events)
+        if not tools:
             if self.recorded.candidate:
                 yield "write_candidate", {"text": self.recorded.candidate}, _Came(True, None)
             if self.recorded.attempts:
                 yield "submit", {}, _Came(True, self.recorded.attempts[-1].passed)
         for event in self.events:
             match event:
+                # By no tool: one of several conversations goes on, or begins with another's.
+                case e.CandidateSaved(text=str(text)) if tools and not begun and text:
+                    yield "write_candidate", {"text": text}, _Came(True, None)
                 case e.ToolStarted():
                     begun = event
                 case e.ToolFinished() if begun and begun.id == event.id:

@@ -619,9 +619,12 @@ def test_a_record_names_the_models_that_were_chosen(
         assert record.solved is (options != ["composer"])
         who = record.author, record.models, record.effort
         tried[who] = [body["model"] for body in model.requests()[before:]]
+        if "--samples" in options:  # the other has asked once or twice when one passes
+            assert len(tried[who]) in (3, 4)
+            tried[who] = [*{*tried[who]}]
     assert tried == {
         ("composer", (), ""): [],
-        ("ladder", (haiku, haiku, sonnet), "high"): [haiku] * 2,
+        ("ladder", (haiku, haiku, sonnet), "high"): [haiku],
         ("ladder", (sonnet,), "high"): [sonnet] * 2,
         (f"claude:{sonnet}", (sonnet,), "high"): [sonnet] * 2,
         (f"claude:{sonnet}", (sonnet,), "low"): [sonnet] * 2,

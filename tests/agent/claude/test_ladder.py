@@ -17,6 +17,7 @@ from coda_agent.agent import authors, judge, pipeline, run_page
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.client import Stopped
 from coda_agent.agent.authors.claude.samples import Talks
+from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.cli import app
 from coda_agent.agent.events import (
     AuthorStarted,
@@ -185,6 +186,9 @@ def test_samples_of_a_cheap_model_are_held_at_once(where: Workspace, served: Ser
     assert {talk.candidate for talk in talks.held[:2]} == {*texts} and len(talks.held) == 3
     assert [talk.spent.tokens for talk in talks.held] == [450, 450, 150]
     assert RunState.of(log_of(where)).spent.tokens == 1050
+    again = Replay(log_of(where))
+    climb(where, again)
+    assert again.differences == []
 
 
 def test_a_sample_that_passes_ends_the_others(where: Workspace, served: Serve) -> None:
