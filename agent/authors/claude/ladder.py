@@ -117,9 +117,11 @@ class Ladder(Author):
 
     def _hold(self, bench: "Workbench", talks: Talks, rung: Rung, later: int) -> "Work[str | None]":
         """Begin a rung's conversations or go on with them; the reason of the last one's end."""
+        left = [n for n in range(rung.start, rung.stop) if not talks.number(n).over]
+        if not left:
+            return bench.state.over
         bench.log.append(e.AuthorStarted(author=f"claude:{rung.model}"))
         models = dict[int, Claude]()
-        left = [n for n in range(rung.start, rung.stop) if not talks.number(n).over]
         for n in left:
             models[n] = who = self._share(bench, rung.model, talks.number(n), len(left) + later)
             if n >= len(talks.held):
@@ -130,9 +132,7 @@ class Ladder(Author):
                 who.open(bench, left_behind(bench, bench.state.attempts[:before]))
         if len(left) > 1:
             return (yield from hold(bench, talks, models))
-        for n, who in models.items():
-            return (yield from who.converse(bench, talks.turn_to(bench, n)))
-        return bench.state.over
+        return (yield from models[left[0]].converse(bench, talks.turn_to(bench, left[0])))
 
     def _share(self, bench: "Workbench", model: str, talk: Conversation, among: int) -> Claude:
         """Make an author with a share of what is left, beside what it has spent."""
