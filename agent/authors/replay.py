@@ -10,7 +10,6 @@ from coda_agent.agent.events import Event
 from coda_agent.agent.judge.records import JsonObject
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
-from coda_agent.agent.workbench.session import AFTER
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
@@ -61,6 +60,7 @@ class Replay(Author):
     def __init__(self, events: list[Event]) -> None:
         self.events, self.recorded = events, RunState.of(events)
         self.name = f"replay:{self.recorded.author}"
+        self._turned = False  # to another conversation of a ladder
         self.differences: list[str] = []
         self.skipped: list[str] = []
 
@@ -70,8 +70,9 @@ class Replay(Author):
     def work(self, bench: "Workbench") -> "Work[None]":
         """Repeat the calls, but for tips."""
         for name, given, then in self._calls():
-            if bench.state.gave_up and then.ok and name not in AFTER:
-                bench.log.append(e.AuthorStarted())  # another conversation of a ladder went on
+            if self._turned and bench.state.gave_up:
+                bench.log.append(e.AuthorStarted())
+            self._turned = False
             result = yield from bench.call(name, given)
             now = _Came(result.ok, result.data.get("passed"))
             if result.data.get("lacks") and then.ok:
@@ -94,6 +95,8 @@ class Replay(Author):
                 # By no tool: one of several conversations goes on, or begins with another's.
                 case e.CandidateSaved(text=str(text)) if tools and not begun and text:
                     yield "write_candidate", {"text": text}, _Came(True, None)
+                case e.AuthorStarted() | e.Switched():
+                    self._turned = True
                 case e.ToolStarted():
                     begun = event
                 case e.ToolFinished() if begun and begun.id == event.id:
