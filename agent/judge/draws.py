@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.structures import ROWS, base_shape, plant, plant_operands, plant_pairs
@@ -27,6 +27,10 @@ _LADDER = 10, 16, 24, 32, 48, 64, 96, 112
 _MIXES = 8
 # The square of the first overflows in float32, and that of the other does not.
 _LARGE = 2.0**66, 2.0**40
+# Of A beside what is bounded.
+_BESIDE = 4.0, 8.0, 16.0, 32.0, 64.0
+# Of so many columns one is not 0, or of all.
+_ALONE = 128
 # Beside products of some -1. What a maximum begins with, other than minus infinity, is above those
 # of the last: -1e30 is, too.
 _NEGATIVE = 64.0, 2.0**16, 2.0**112
@@ -102,6 +106,24 @@ def draws(
             yield "every product and operand negative", held(spec, inputs | below)
         yield "every product positive", held(spec, inputs | {x: inputs[x].abs() for x in (a, b)})
     scalable = [x for x in free if may_scale(spec, x)]
+    if a in unbounded:
+        inputs = drawn()
+        turned = {x: _turned(inputs[x], generator) for x in unbounded} | {a: 0.0 * inputs[a]}
+        yield f"{a} times 0, the rest of either sign", held(spec, inputs | turned)
+    # What is bounded may be far from its draw: of e^(z - l), e^z alone overflows there.
+    bounded = [x for x in free if x not in scalable]
+    for factor in _BESIDE if bounded and a in scalable else ():
+        for where, share in (("anywhere in its domain", 0.0), ("at its domain's end", 1.0)):
+            inputs = drawn()
+            inputs |= {x: _anywhere(spec, x, share)(inputs[x], generator) for x in bounded}
+            label = f"{a} times {factor:g}, {' and '.join(bounded)} {where}"
+            yield label, held(spec, inputs | {a: factor * inputs[a]})
+    inputs = drawn()
+    columns = len(inputs[b])
+    for every in (_ALONE, columns) if b in unbounded else ():
+        rest = torch.arange(columns) % every != rng.randrange(min(every, columns))
+        alone = {b: inputs[b].masked_fill(rest[:, None], 0.0)}
+        yield f"one column of {every} alone", held(spec, inputs | alone)
     inputs = drawn()
     yield (
         "all inputs small together",
@@ -138,6 +160,8 @@ def planted(spec: Spec, inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs
     yield "NaN in B", inputs | plant_pairs(inputs, spec, generator, math.nan)
     if operands := plant_operands(inputs, spec, generator, math.nan):
         yield "NaN in the operands", inputs | operands
+        a = spec.gemm[0]
+        yield "NaN in the operands, products of 0", inputs | operands | {a: 0.0 * inputs[a]}
 
 
 def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Tensor:
@@ -145,6 +169,24 @@ def _spread(v: torch.Tensor, rows: bool, generator: torch.Generator) -> torch.Te
     shape = (len(v), 1) if rows else v.shape
     scales = torch.empty(shape, dtype=v.dtype).uniform_(*_SCALES, generator=generator)
     return (v * scales.exp2()).float().double()
+
+
+def _anywhere(
+    spec: Spec, x: str, least: float = 0.0
+) -> Callable[[torch.Tensor, torch.Generator], torch.Tensor]:
+    """Make what draws a bounded input evenly from its domain, but for the `least` share of it."""
+    lo, hi = spec.inputs[x].domain or (0.0, 0.0)
+
+    def drawn(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        share = least + (1.0 - least) * torch.rand(v.shape, generator=generator, dtype=v.dtype)
+        return lo + (hi - lo) * share
+
+    return drawn
+
+
+def _turned(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Give each element a sign of its own."""
+    return v * (2.0 * torch.randint(2, v.shape, generator=generator) - 1.0)
 
 
 def may_scale(spec: Spec, x: str) -> bool:
@@ -168,11 +210,7 @@ def _changes(spec: Spec, x: str) -> Iterator[tuple[str, Any]]:
     if not may_scale(spec, x):
         assert domain is not None
         lo, hi = domain
-
-        def anywhere(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-            return lo + (hi - lo) * torch.rand(v.shape, generator=generator, dtype=v.dtype)
-
-        yield "anywhere in its domain", anywhere
+        yield "anywhere in its domain", _anywhere(spec, x)
         yield f"{lo:g}", lambda v, _: torch.full_like(v, lo)
         yield f"{hi:g}", lambda v, _: torch.full_like(v, hi)
         return

@@ -159,6 +159,10 @@ def _faults(
             Finding(message=message, where=where),
             draw_doubles(spec, binding, base_shape(spec), seed),
         )
+    for what, inputs in planted(spec, draw_doubles(spec, binding, base_shape(spec), seed), seed):
+        # Where a number is due, of NaN as well, either side of a comparison is right.
+        if fault := _Sample.of(variant, seed, what, inputs, near).gap_fault():
+            yield fault, inputs
     for label, inputs in compared:
         yield from _gaps(variant, label, inputs, seed, near)
     corners = list[Case]()

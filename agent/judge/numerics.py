@@ -234,14 +234,15 @@ class TileCheck:
     def _judged(self, case: Case, o: str, out: torch.Tensor) -> torch.Tensor:
         """Give an output as it is compared.
 
-        Where the truth is NaN or infinite, either will do. So will anything where the reference
-        itself makes NaN of an infinity, and what the vocabulary documents: a maximum over rows
-        passes NaN over.
+        Where the truth is NaN or infinite, either will do, but where it is -inf alone, as of a
+        mask. So will anything where the reference itself makes NaN of an infinity, and what the
+        vocabulary documents: a maximum over rows passes NaN over.
         """
         if case.structure is None or not case.structure.planted:
             return out
         truth, kind = case.truth[o], self.variant.program.outputs[o]
-        known = ~out.double().isfinite() & ~truth.isfinite()
+        masks = case.structure.infinite and not bool((truth.isnan() | (truth == math.inf)).any())
+        known = ~out.double().isfinite() & ~truth.isfinite() & (not masks)
         passed_over = issubclass(kind, ColMax)
         if passed_over or case.structure.infinite:
             known |= truth.isnan()

@@ -21,7 +21,7 @@ from pydantic import (
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.tuning import TunedShape
 
-VERSIONS = {"static": 3, "compile": 4, "numerics": 12, "performance": 2}
+VERSIONS = {"static": 3, "compile": 4, "numerics": 13, "performance": 2}
 """Which version of each gate decides. The commit that changes what a gate decides raises its number
 by hand: what an earlier version decided is stale then. Meaning and the call of the public function
 are parts of numerics. A change of the language, of its lowering or of a pinned compiler raises

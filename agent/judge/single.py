@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _UNIT = 2.0**-24
 # Where a row's largest is taken off first, e^x is to overflow without that.
 _LARGE = 2.0**12
-# Of inputs, and of an output: squares and products of two inputs stay in range.
+# Of inputs, and of an output: squares and products of two inputs stay in range. Smaller inputs are
+# left to `ranges.py`, too: out * magnitude / norm vanishes where all three are 2^-110.
 _INPUT, _OUTPUT = 2.0**40, 2.0**100
 # Inputs so near may be told apart no better by the reference: its errors there count, too.
 _NEAR = 2.0**-22
@@ -103,7 +104,8 @@ def digits_fault(
         seed: What the disturbances follow from.
     """
     spec = variant.spec
-    if any(float(abs(torch.as_tensor(v)).max()) > _INPUT for v in inputs.values()):
+    sizes = (float(abs(torch.as_tensor(v)).max()) for v in inputs.values())
+    if any(size > _INPUT or 0 < size < 1 / _OUTPUT for size in sizes):
         return None
     rounded = replayed(spec, variant.program, inputs, _single)
     for o, right in results.items():

@@ -117,8 +117,9 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
             found.append(Structure(label, plant_operands, base, (what,), planted=True))
         label = "NaN beside zeros"
         found.append(Structure(label, _beside_zeros, base, (math.nan,), planted=True))
-        label = "-Inf in most of the operands"
-        found.append(Structure(label, _masked, base, (-math.inf,), planted=True))
+        for beside, rows in (("", 0), ("A and ", ROWS)):
+            label, change = f"-Inf in {beside}most of the operands", partial(_masked, rows=rows)
+            found.append(Structure(label, change, base, (-math.inf,), planted=True))
     # A transposed operand is compiled for on a GPU, so only once.
     layout = "transposed" if wide and binding == spec.bindings()[0] else "padded"
     found.append(Structure(f"{layout} operands", _as_drawn, base, layout=layout))
@@ -243,8 +244,10 @@ def _beside_zeros(inputs: Inputs, spec: Spec, generator: torch.Generator, factor
     return changed | plant_operands({**inputs, **changed}, spec, generator, factor)
 
 
-def _masked(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    """Leave one element of 64 of tensors beside A and B that may be masks; some rows of A have one.
+def _masked(
+    inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float, rows: int
+) -> Inputs:
+    """Leave one element of 64 of tensors beside A and B that may be masks; `rows` of A have one.
 
     So both terms of a sum may be masked.
     """
@@ -256,8 +259,8 @@ def _masked(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: floa
             flat = torch.arange(value.numel(), device=value.device).reshape(value.shape)
             left = _pick(min(_OF, value.numel()), generator)
             changed[name] = value.masked_fill(flat % _OF != left, factor)
-    some = changed and inputs[spec.gemm[0]].element_size() > 1
-    return changed | (plant(inputs, spec, generator, factor, ROWS) if some else {})
+    some = changed and rows and inputs[spec.gemm[0]].element_size() > 1
+    return changed | (plant(inputs, spec, generator, factor, rows) if some else {})
 
 
 def _selecting(

@@ -157,6 +157,20 @@ def test_both_terms_of_a_sum_may_be_masked(floor: str, refused: bool) -> None:
         ("return {'O': where(equal(t, -log(0.0) * -1.0), t, t + log1p(exp(minimum(acc, c) - t)))}"),
     )
     found = said(made, "O=Tile)\ndef k(acc, C: Tile):", *lines)
+    assert ("most of the operands)" in found) == refused == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("sum_", "refused"), [("(acc + b) * r", False), ("(acc + b) * 2.0 * r - (acc + b) * r", True)]
+)
+def test_minus_infinity_of_a_mask_stays_one(sum_: str, refused: bool) -> None:
+    made = spec(
+        "return {'O': (((A @ B.T).float() + b.float()) * r[:, None]).to(A.dtype)}",
+        {"b": "[N]", "r": "{shape: [M], dtype: float32, draw: {uniform: [1, 2]}, domain: [1, 2]}"},
+        name="k", header=_HEADER,
+    )  # fmt: skip
+    heading = "O=Tile)\ndef k(acc, b: RowVector, r: ColVector):"
+    found = said(made, heading, f"return {{'O': {sum_}}}")
     assert ("(-Inf in most of the operands)" in found) == refused == bool(found)
 
 

@@ -58,7 +58,7 @@ def test_what_loses_its_digits_in_float32_is_refused(
         ("z.exp() / (z.exp() + r)", "exp(acc) / (r + exp(acc))"),  # NaN where e^z is infinite
         # A rounding that falls to the other side of a jump is none of lost digits.
         ("torch.floor(z * 16) * r", "r * floor(16.0 * acc)"),
-        ("(torch.sigmoid(z) > 0.5) * r", "where(greater(acc, 0.0), r, 0.0)"),
+        ("(torch.sigmoid(z) > 0.5) * r", "where(greater(acc, 0.0), 1.0, 0.0) * r"),
     ],
 )
 def test_what_pytorch_loses_too_is_no_fault(body: str, expression: str) -> None:
