@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FAULTS = {
     "race": "differs between two runs",
     "unwritten": "a region never written, or stale",
-    "not_finite": "NaN or an infinity where a number is due",
+    "not_finite": "NaN or an infinity where a number is due, or NaN for an infinity",
     "constant_factor": "a constant factor, or sign, on the output or on one term",
     "swapped_pair": "even and odd columns swapped",
     "shifted_pair": "columns shifted by one, or by one pair",
@@ -167,8 +167,8 @@ def diagnose(about: WrongOutput, again: torch.Tensor) -> Diagnosis:
     if nan.any() and not about.exact:
         text = f"{about.region(nan)} is NaN or was never written"
         return _answer(about, "unwritten", text, nan)
-    if (beyond := about.beyond())[1].any():
-        return _answer(about, "not_finite", *beyond)
+    if bool((~out.isfinite() & truth.isfinite()).any()):
+        return _answer(about, "not_finite", *about.beyond())
     lost = ~truth.isfinite() & ~((out == truth) | out.isnan())
     if lost.any():
         text = "NaN or an infinity of the inputs does not reach it"

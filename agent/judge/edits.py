@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.replaying import INFIX, SIGNS, Reading, Replay, expression, shown
 from coda_agent.primitives.graph import Graph, Node
-from coda_agent.primitives.operation import GROUPS, OPS
+from coda_agent.primitives.operation import GROUPS, OPS, PLACED
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import OUTPUT_KINDS
@@ -17,7 +17,7 @@ from coda_agent.primitives.resources import OUTPUT_KINDS
 Values = list[Any]
 Changes = dict[Any, Any]
 _OTHER = {"add": "sub", "sub": "add"}
-_BOUNDS = "minimum", "maximum"
+BOUNDS = "minimum", "maximum"
 _NAMED = {"<": "minimum", ">": "maximum", "s": "copysign"}
 # Of one or two arguments, and meant by nobody in the place of another.
 _NEVER = {"neg", "power", "fmod", "atan2", "tan", "trunc", "equal", "rint"}
@@ -53,8 +53,8 @@ def branches(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
     """Take one value of a choice always, or no bound."""
     for i, n in nodes:
         what, due = "the condition", n.args[1:] if n.op == "where" else ()
-        if n.op in _BOUNDS:  # one on each side is one mistake
-            inner = (graph.nodes[a].args for a in n.args if graph.nodes[a].op in _BOUNDS)
+        if n.op in BOUNDS:  # one on each side is one mistake
+            inner = (graph.nodes[a].args for a in n.args if graph.nodes[a].op in BOUNDS)
             what, due = "a bound", (*n.args, *itertools.chain(*inner))
         for a in due:
             text = f"{what} of `{graph.text(i)}` is too much: `{graph.text(a)}` is due"
@@ -106,7 +106,7 @@ def swaps(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
 
 def dropped(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
     for i, n in nodes:
-        for a in n.args if n.op in OPS and n.op not in ("where", *_BOUNDS) else ():
+        for a in n.args if n.op in OPS and n.op not in ("where", *BOUNDS) else ():
             w = next((b for b in n.args if b != a), None)
             other, fault = graph.nodes[a if w is None else w], "extra_term"
             what = n.op if w is None else graph.text(w)
@@ -273,7 +273,8 @@ def activations(graph: Reading, nodes: list[tuple[int, Node]]) -> Iterator[Edit]
     }
     for i, n in nodes:
         for a in sorted(graph.below(i) - {i}, reverse=True) if n.args else ():
-            for op, function in known.items() if graph.nodes[a].op != "const" else ():
+            named = graph.nodes[a].op not in ("const", *PLACED)  # erfc of an index means nothing
+            for op, function in known.items() if named else ():
                 text = f"`{graph.text(i)}` should be `{op}({graph.text(a)})`"
                 yield Edit("wrong_operation", text, lambda v, i=i, a=a, f=function: {i: f(v[a])})
 

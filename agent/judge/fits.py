@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from coda_agent.agent.judge.edits import Changes, Edit, Values
+from coda_agent.agent.judge.edits import BOUNDS, Changes, Edit, Values
 from coda_agent.agent.judge.replaying import MISFITS, Replay
 from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Node
@@ -26,6 +26,13 @@ def constants(replay: Replay, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
         used = next((j for j, m in nodes if i in m.args), None)
         where = f" in `{replay.read.text(used)}`" if used is not None else ""
         value = n.value + found
+        if used is not None and replay.graph.nodes[used].op in BOUNDS:
+            further = {i: replay.values[i] + 2.0 * found}
+            if replay.right(further):  # so it is not to be met at all
+                much = f"too {'small' if found > 0 else 'large'}"
+                text = f"the constant {n.value:.9g}{where} is {much}: it is met"
+                yield Edit("wrong_constant", text, lambda v, i=i, t=found: {i: v[i] + t})
+                continue
         if abs(value + n.value) < 1e-6 * abs(value):
             fault, text = "wrong_sign", f"the constant {n.value:.9g}{where} has the other sign"
         else:

@@ -89,10 +89,12 @@ class WrongOutput:
         self.wrong = fit & (visible | (self.subtle & (energy > 0)))
 
     def beyond(self) -> tuple[str, torch.Tensor]:
-        """Say where no number is, though one is due, and which elements these are."""
-        beyond = ~self.out.isfinite() & self.truth.isfinite()
+        """Say where no number is, though one or an infinity is due, and at which elements."""
+        beyond, due = ~self.out.isfinite() & self.truth.isfinite(), "a number"
+        if not bool(beyond.any()):
+            beyond, due = self.out.isnan() & self.truth.isinf(), "an infinity"
         what = "infinite" if bool(self.out[beyond].isinf().all()) else "NaN"
-        return f"{self.region(beyond)} is {what} where a number is due", beyond
+        return f"{self.region(beyond)} is {what} where {due} is due", beyond
 
     def by_tile(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over each tile, in float64."""

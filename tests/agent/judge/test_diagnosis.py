@@ -142,6 +142,17 @@ def test_a_stale_tile_is_named_with_its_place() -> None:
     assert "rows 64 to 127, columns 32 to 63" in found.text
 
 
+def test_nan_for_an_infinity_is_named() -> None:
+    inputs = draw()
+    truth = full({x: v.double() for x, v in inputs.items()})
+    truth[3] = -math.inf
+    out = truth.clone()
+    out[3] = math.nan
+    text, mask = WrongOutput(out, truth, Origin(inputs, ("A", "B"), full), TILE).beyond()
+    assert text.endswith("(rows 3 to 3, columns 0 to 143) is NaN where an infinity is due")
+    assert mask.sum() == truth.shape[1]
+
+
 def test_nan_of_the_program_itself_was_written() -> None:
     inputs = draw()
     exact = {x: v.double() for x, v in inputs.items()}
