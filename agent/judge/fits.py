@@ -13,6 +13,7 @@ from coda_agent.primitives.deferred import torch
 from coda_agent.primitives.graph import Node
 from coda_agent.primitives.ptx import operation
 
+_FAR = 1e3  # a constant that may stand for infinity
 _STEPS = 8  # of Newton's method for a number
 
 
@@ -20,11 +21,14 @@ def constants(replay: Replay, nodes: list[tuple[int, Node]]) -> Iterator[Edit]:
     for i, n in nodes:
         if n.op != "const":
             continue
+        used = next((j for j, m in nodes if i in m.args), None)
+        where = f" in `{replay.read.text(used)}`" if used is not None else ""
+        if _FAR <= abs(n.value) < math.inf:  # what a maximum begins with, of few numbers
+            text = f"the constant {n.value:.9g}{where} should be {math.copysign(math.inf, n.value)}"
+            yield Edit("wrong_constant", text, lambda v, i=i: {i: v[i] * math.inf})
         found = _fit(replay, lambda v, t, i=i: {i: v[i] + t})
         if found is None:
             continue
-        used = next((j for j, m in nodes if i in m.args), None)
-        where = f" in `{replay.read.text(used)}`" if used is not None else ""
         value = n.value + found
         if used is not None and replay.graph.nodes[used].op in BOUNDS:
             further = {i: replay.values[i] + 2.0 * found}

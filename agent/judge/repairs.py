@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from coda_agent.agent.judge import edits, fits
-from coda_agent.agent.judge.edits import Edit
+from coda_agent.agent.judge.edits import Changes, Edit
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.replaying import MISFITS, SHIFT, Mistake, Replay, found_lost
 from coda_agent.agent.judge.variant import Variant
@@ -59,7 +59,9 @@ def mistake(
             break
         try:
             changes = edit.changes(some.values)
-            found = some.right(changes) and not (some.small and some.branched(changes))
+            found = some.right(changes) and not (
+                some.small and some.branched(changes) and not _chosen(some, changes)
+            )
             found = found and whole.right(edit.changes(whole.values))
             if found and all(r.right(edit.changes(r.values)) for r in more):
                 return Mistake(edit.fault, edit.text)
@@ -73,6 +75,13 @@ def mistake(
         except MISFITS:
             continue
     return overflowing
+
+
+def _chosen(replay: Replay, changes: Changes) -> bool:
+    """Whether changes take one value of a choice always, which is right everywhere then."""
+    ((place, due), *more) = changes.items()
+    node = replay.graph.nodes[place] if isinstance(place, int) and place >= 0 else None
+    return not more and isinstance(due, int) and node is not None and node.op == "where"
 
 
 def sided(variant: Variant, o: str, inputs: Inputs, truth: torch.Tensor) -> str:

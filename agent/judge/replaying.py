@@ -63,6 +63,8 @@ class Replay:
         a, b = (inputs[x].double() for x in spec.gemm)
         given = {**inputs, **held(spec, program, inputs)}
         acc = a @ b.mT
+        # Beside a rounded maximum of it, none is equal otherwise.
+        acc = acc.float().double() if single else acc
         lifted = {x: kind.lifted(given[x], acc) for x, kind in program.operands.items()}
         self.added = given[o].double() if self.kind.accumulates else None
         self.truth = truth

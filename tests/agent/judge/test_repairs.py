@@ -30,6 +30,8 @@ MISTAKES = [
     ("z * r", "minimum(acc, 1.0) * r", "extra_term", r"a bound of `minimum\(acc, 1\)` is too much: `acc` is due"),
     ("z * r", "clamp(acc * r, -3.0, 3.0)", "extra_term", r"a bound of .* is too much: `acc · r` is due"),
     ("torch.sigmoid(z) * r + torch.sigmoid(-z)", "maximum(sigmoid(acc), 0.01) * r + maximum(sigmoid(-acc), 0.01)", "wrong_constant", "the constant 0.01 in .* is too large: it is met"),
+    ("F.softplus(z) * r", "where(greater(acc, 6.0), acc, softplus(acc)) * r", "extra_term", r"the condition of `where\(.*` is too much: `softplus\(acc\)` is due"),
+    ("torch.where(z > r, -torch.inf, z).unflatten(1, (-1, 4)).amax(2).repeat_interleave(4, 1)", "group_max(where(greater(acc, r), -1e4, acc), 4)", "wrong_constant", r"the constant -10000 in .* should be -inf"),
     ("z * r", "acc * r * r", "doubled_operand", "`r` enters twice"),
     ("z * r", "2.5 * acc * r", "constant_factor", "`2.5` is too much"),
     ("torch.relu(z) + r", "maximum(acc, 0.5) + r", "wrong_constant", "0.5 .* should be 0"),
