@@ -384,10 +384,11 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
     off = abs(got - expected) / max(abs(expected), LEAST)
     much = f", off by {off:.2g} of it" if expected and math.isfinite(off) else ""
     case = f" ({label})" if label else ""
-    return (
-        f"{o} is another function of the inputs{case}: before any rounding it is {got:.9g} "
-        f"where {expected:.9g} is due{much}; {seen.text}"
-    )
+    what, how = "is another function of the inputs", "before any rounding"
+    if seen.fault == "cancellation":
+        what, how = "loses its digits", "in float64"
+    end = f"it is {got:.9g} where {expected:.9g} is due{much}; {seen.text}"
+    return f"{o} {what}{case}: {how} {end}"
 
 
 def _tolerance(spec: Spec, o: str) -> tuple[float, float]:
