@@ -1,7 +1,19 @@
-from coda_agent.primitives import Tile, absolute, epilogue, exp, interleave, log1p, maximum, pairs
+from coda_agent.primitives import (
+    Tile,
+    absolute,
+    epilogue,
+    equal,
+    exp,
+    interleave,
+    log1p,
+    maximum,
+    pairs,
+    where,
+)
 
 
 @epilogue(O=Tile)
 def gemm_pair_log_cumsum(acc):
     even, odd = pairs(acc)
-    return {"O": interleave(even, maximum(even, odd) + log1p(exp(-absolute(even - odd))))}
+    apart = where(equal(even, odd), 0.0, absolute(even - odd))  # inf - inf is NaN
+    return {"O": interleave(even, maximum(even, odd) + log1p(exp(-apart)))}

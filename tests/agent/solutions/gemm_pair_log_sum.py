@@ -1,7 +1,18 @@
-from coda_agent.primitives import HalfTile, absolute, epilogue, exp, log1p, maximum, pairs
+from coda_agent.primitives import (
+    HalfTile,
+    absolute,
+    epilogue,
+    equal,
+    exp,
+    log1p,
+    maximum,
+    pairs,
+    where,
+)
 
 
 @epilogue(O=HalfTile)
 def gemm_pair_log_sum(acc):
     even, odd = pairs(acc)
-    return {"O": maximum(even, odd) + log1p(exp(-absolute(even - odd)))}
+    apart = where(equal(even, odd), 0.0, absolute(even - odd))  # inf - inf is NaN
+    return {"O": maximum(even, odd) + log1p(exp(-apart))}
